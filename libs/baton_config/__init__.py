@@ -1,0 +1,1 @@
+"""The one configuration of all services: file, environment, flags."""

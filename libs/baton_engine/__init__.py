@@ -1,0 +1,1 @@
+"""Requests, batches, the scheduler, the sampler and the model process."""

@@ -1,0 +1,1 @@
+"""The native libfabric engine and its Python face."""

@@ -1,0 +1,1 @@
+"""Shareable memory, hand-off of descriptors between processes, and the layer counter."""

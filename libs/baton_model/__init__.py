@@ -1,0 +1,1 @@
+"""Model families, layers, loaders and attention backends."""

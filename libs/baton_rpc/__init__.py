@@ -1,0 +1,1 @@
+"""gRPC servers and channels, health, reflection, TLS, typed errors and deadlines."""

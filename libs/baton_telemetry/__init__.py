@@ -1,0 +1,1 @@
+"""The catalogue of metrics, the metrics endpoint, and structured logs."""

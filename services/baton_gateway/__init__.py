@@ -1,0 +1,1 @@
+"""The gateway: public APIs, tokenising, admission, routing and streaming."""
