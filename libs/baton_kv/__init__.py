@@ -1,1 +1,4 @@
-"""Pure mathematics of the KV cache: page layouts, the page pool, shard maps, write plans, the life of a transfer."""
+"""Mathematics of the KV cache: page layouts, shards, write plans, the page pool and the life of a transfer.
+
+Everything here is a plain value or a pure state machine: no I/O, no clock, no thread.
+"""
