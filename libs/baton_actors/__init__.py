@@ -1,1 +1,20 @@
-"""Actors: one mailbox, one owner of state, supervision and deadlines. Standard library only."""
+"""Asyncio actors: mailboxes, supervision, deadlines. Standard library only."""
+
+from baton_actors.actor import Actor, ActorStopped, MailboxFull, handles
+from baton_actors.deadline import Deadline, DeadlineExceeded
+from baton_actors.lifecycle import serve_until_signalled
+from baton_actors.supervisor import Child, RestartLimitExceeded, RestartPolicy, Supervisor
+
+__all__ = [
+    "Actor",
+    "ActorStopped",
+    "Child",
+    "Deadline",
+    "DeadlineExceeded",
+    "MailboxFull",
+    "RestartLimitExceeded",
+    "RestartPolicy",
+    "Supervisor",
+    "handles",
+    "serve_until_signalled",
+]

@@ -1,0 +1,44 @@
+"""How a service process runs until it is told to end."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+async def serve_until_signalled(*failures: Awaitable[object]) -> signal.Signals | None:
+    """Waits for SIGINT or SIGTERM, or for the first of ``failures`` (a supervisor's ``join()``, say) to end.
+
+    Returns the signal, or None if an awaitable ended without error; raises what it raised. A second signal ends the
+    process at once, so that a shutdown which hangs can be broken off by hand. Must run in the main thread.
+    """
+    loop = asyncio.get_running_loop()
+    signalled: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def on_signal(number: signal.Signals) -> None:
+        if signalled.done():
+            logger.warning("second %s: ending at once", number.name)
+            os._exit(128 + number)
+        logger.info("%s: shutting down", number.name)
+        signalled.set_result(number)
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    tasks: list[asyncio.Future[object]] = [asyncio.ensure_future(failure) for failure in failures]
+    try:
+        everything: set[asyncio.Future[Any]] = {signalled, *tasks}
+        await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+        return signalled.result() if signalled.done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
