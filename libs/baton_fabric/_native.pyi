@@ -1,0 +1,273 @@
+"""The native core: one progress thread that owns every libfabric object of an engine.
+
+Every method may be called from any thread; calls release the GIL, take effect on the progress thread and return once
+they have. They take some ten microseconds, except where a docstring says otherwise. All raise
+``baton_fabric.errors.FabricError`` (its docstring lists the reasons). Times are CLOCK_MONOTONIC of this node in
+nanoseconds, durations microseconds, sizes bytes.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+Extent: TypeAlias = tuple[int, int, int]
+"""(source_offset, destination_offset, length) within a page."""
+
+Stream: TypeAlias = tuple[int, int, int, int, int, int, int, int, Sequence[Extent]]
+"""What one source region sends into one destination region:
+
+(source_region, source_layer_stride, source_page_stride, remote_key, remote_base, remote_length, remote_layer_stride,
+remote_page_stride, extents of a page). Byte b of extent e of layer l of the pair of pages (s, d) goes from
+``l * source_layer_stride + s * source_page_stride + e.source_offset + b`` of the region to
+``l * remote_layer_stride + d * remote_page_stride + e.destination_offset + b`` of the remote one.
+"""
+
+Chunk: TypeAlias = tuple[int, int, int, int, bool]
+"""(transfer, counter_base, first_page, pages, last): see Engine.submit_chunks."""
+
+def libfabric_version() -> tuple[int, int]:
+    """(major, minor) of the libfabric that is loaded."""
+
+class TransferStats:
+    """What a transfer moved until its end. A time that did not happen is 0."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all writes that were posted."""
+    @property
+    def pages(self) -> int:
+        """Pairs of pages planned by chunks (each is sent once for every layer)."""
+    @property
+    def extents(self) -> int: ...
+    @property
+    def writes(self) -> int: ...
+    @property
+    def first_post_ns(self) -> int: ...
+    @property
+    def last_completion_ns(self) -> int: ...
+    @property
+    def final_layer_ns(self) -> int:
+        """When this engine saw the counter pass the final layer of the last chunk (or got that plan, if later)."""
+    @property
+    def duration_us(self) -> int:
+        """First post to last completion."""
+    @property
+    def overlapped_us(self) -> int:
+        """The part of duration_us before final_layer_ns."""
+    @property
+    def exposed_us(self) -> int:
+        """final_layer_ns to last completion."""
+    @property
+    def first_post_us(self) -> int:
+        """From seeing the counter pass the first layer (or from the plan, if it came later) to the first post."""
+
+class InboxFull:
+    """Every expected extent has arrived; the bytes are in place. Once for each inbox at most."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def extents(self) -> int: ...
+    @property
+    def first_ns(self) -> int:
+        """When the first immediate was seen; equal to full_ns where nothing was expected."""
+    @property
+    def full_ns(self) -> int: ...
+
+class InboxViolation:
+    """More extents arrived than were expected. Once for each inbox at most, and perhaps after InboxFull."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def expected(self) -> int: ...
+    @property
+    def extents(self) -> int:
+        """How many had arrived when it was noticed."""
+
+class TransferDone:
+    """Every write is complete and delivered. Terminal."""
+
+    @property
+    def transfer(self) -> int: ...
+    @property
+    def stats(self) -> TransferStats: ...
+
+class TransferFailed:
+    """The transfer's peer failed or was disconnected, or the engine failed or was closed. Terminal.
+
+    Nothing reads local memory for this transfer any more. ``quiesced``: also proven that none of its writes can
+    still touch remote memory.
+    """
+
+    @property
+    def transfer(self) -> int: ...
+    @property
+    def reason(self) -> str:
+        """UPPER_SNAKE: WRITE_FAILED, POST_TIMEOUT, WRITE_TIMEOUT, PEER_EXITED, DISCONNECTED, ENGINE_FAILED."""
+    @property
+    def quiesced(self) -> bool: ...
+    @property
+    def stats(self) -> TransferStats: ...
+
+class TransferCancelled:
+    """The transfer was cancelled, and every write that it had posted is complete and delivered. Terminal."""
+
+    @property
+    def transfer(self) -> int: ...
+    @property
+    def quiesced(self) -> bool:
+        """Always true; a transfer that cannot be drained ends as TransferFailed."""
+    @property
+    def stats(self) -> TransferStats: ...
+
+class PeerFailed:
+    """The sending endpoint of the peer is closed. TransferFailed follows for each transfer that it had.
+
+    The peer's id is of no further use but for disconnect; connect again for a new one.
+    """
+
+    @property
+    def peer(self) -> int: ...
+    @property
+    def reason(self) -> str:
+        """As TransferFailed.reason."""
+    @property
+    def detail(self) -> str:
+        """For logs: the provider's words."""
+
+class EngineFailed:
+    """The progress thread ended by an error: the engine is of no further use. Every transfer has failed before this."""
+
+    @property
+    def detail(self) -> str: ...
+
+Event: TypeAlias = (
+    InboxFull | InboxViolation | TransferDone | TransferFailed | TransferCancelled | PeerFailed | EngineFailed
+)
+
+class Engine:
+    """A fabric, its one progress thread, and everything that lives on them."""
+
+    def __init__(
+        self, provider: str = "auto", node: str = "127.0.0.1", spin: bool = False, post_timeout_ms: int = 5000
+    ) -> None:
+        """Opens the fabric and starts the progress thread. Takes milliseconds.
+
+        provider: "auto" (the same as "tcp" now), "tcp" (the best RDM provider over tcp that libfabric has: tcp, net
+        or tcp;ofi_rxm), "shm", or any provider name of libfabric. node: local address to bind to, ignored by shm.
+        spin: the thread never blocks; for a core of its own. post_timeout_ms: a peer that accepts and completes
+        nothing for this long while there is work for it has failed; one write that is older than four times this
+        fails its peer too.
+        """
+    @property
+    def provider(self) -> str:
+        """Name of the provider in use, as libfabric gives it."""
+    def capabilities(self) -> dict[str, int | bool | str]:
+        """What fi_getinfo said.
+
+        provider, fabric, domain: str; cq_data_size, mr_mode, mr_key_size, max_msg_size, inject_size, tx_size, window (writes in flight
+        to a peer at most): int; mr_local, mr_virt_addr, mr_prov_key, mr_allocated, wait_fd (the thread can block until
+        something completes), ordered (writes to a peer land in the order of posting): bool.
+        """
+    @property
+    def event_fd(self) -> int:
+        """Readable while events() has something to return. Owned by the engine."""
+    def events(self) -> list[Event]:
+        """Takes all events so far, oldest first. Never blocks."""
+    def close(self) -> None:
+        """Closes every endpoint, region and the fabric and ends the thread. Idempotent.
+
+        Every transfer still open ends as TransferFailed("ENGINE_CLOSED"); events() and metrics() work afterwards,
+        anything else raises ENGINE_CLOSED. If the provider does not return, gives up after a few seconds.
+        """
+    def metrics(self) -> dict[str, int]:
+        """Counters since the start and some levels. Does not wait for the progress thread.
+
+        Counters: bytes, writes, extents, completions, delivery_completions, write_errors, eagain, transfers_done,
+        transfers_failed, transfers_cancelled, peers_failed, immediates, extents_received, stale_immediates,
+        misdirected_immediates (arrived on an endpoint that is not the inbox's), violations, inboxes_full,
+        late_chunks (for a transfer that had ended), receive_errors, wakeups. Levels: transfers, inboxes, regions,
+        peers, endpoints, counters, writes_in_flight, bytes_in_flight. busy_us: how long the thread has been
+        at work since it last waited, 0 if it waits now: large means that the provider does not return.
+        """
+
+    # Memory
+    def register_region(self, fd: int, length: int) -> tuple[int, int, int]:
+        """Maps and registers the file's first ``length`` bytes -> (region, key, base). fd is duplicated.
+
+        May take long for large regions. base is what to add to an offset to address the region remotely: 0 where the
+        provider addresses by offset.
+        """
+    def deregister_region(self, region: int) -> None:
+        """Refused with REGION_IN_USE while a transfer reads it or an inbox may be written through it.
+
+        A write that was never quiesced cannot hurt any more: it is refused by the fabric or lands in memory that
+        nobody sees.
+        """
+    def attach_counter(self, memory_fd: int, doorbell_fd: int) -> int:
+        """memory_fd: the 64-bit counter is at offset 0, native byte order; doorbell_fd: an eventfd. Both duplicated."""
+    def detach_counter(self, counter: int) -> None:
+        """Refused with COUNTER_IN_USE while a transfer that has not ended uses it."""
+
+    # Receiving
+    def open_endpoint(self) -> tuple[int, bytes]:
+        """A receiving endpoint for one peer -> (endpoint, fabric address for that peer's connect)."""
+    def close_endpoint(self, endpoint: int) -> list[tuple[int, int]]:
+        """The fence: once this returns no byte can land any more that was sent to this endpoint.
+
+        Its inboxes are gone with it; returned are (slot, generation) of those that were not full. Takes up to some
+        ten milliseconds, by provider.
+        """
+    def open_inbox(
+        self, endpoint: int, slot: int, generation: int, expected: int, regions: Sequence[int] | None = None
+    ) -> None:
+        """Counts the extents of one transfer. slot: 0..4095; generation: 0..255; expected: 0 is full at once.
+
+        regions: those that the transfer writes into, None for any; they cannot be deregistered until the inbox is
+        full or closed. Where the provider cannot wake us (wait_fd false) an endpoint makes progress only while it
+        has an inbox that is open and not full: so leave the inbox open until the sender has confirmed quiescence.
+        """
+    def close_inbox(self, slot: int, generation: int) -> bool:
+        """Forgets the inbox -> whether it was full. False too if there is none. Not a fence."""
+
+    # Sending
+    def connect(self, address: bytes) -> int:
+        """A sending endpoint of its own for the peer behind the address -> peer. Nothing is sent yet."""
+    def disconnect(self, peer: int) -> None:
+        """Closes the sending endpoint. Its transfers end as TransferFailed("DISCONNECTED").
+
+        Ids that are not known any more are ignored.
+        """
+    def open_transfer(
+        self,
+        transfer: int,
+        peer: int,
+        slot: int,
+        generation: int,
+        counter: int,
+        layers: int,
+        streams: Sequence[Stream],
+        source_pages: Sequence[int],
+        destination_pages: Sequence[int],
+    ) -> None:
+        """Fixes which pages go where. transfer: an id of the caller's choice (64 bits), not in use.
+
+        Everything is checked here: nothing outside the regions described is ever posted. Without pages or without
+        streams the transfer is done at once. Exactly one terminal event follows.
+        """
+    def submit_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """The chunk plans of a forward step, in one call; its cost does not depend on the number of layers.
+
+        Layer l of a chunk is sent when the transfer's counter is at least counter_base + l + 1 (counter_base is
+        step * layers); a plan may come before, during or after its step. first_page counts in the transfer's lists
+        and must be where the chunk before ended (anything if pages is 0). last: no further chunk follows; all pages
+        must be planned by then. Either all chunks of a call are taken or none; chunks for a transfer that has ended
+        or is being cancelled are ignored.
+        """
+    def cancel_transfer(self, transfer: int) -> None:
+        """No layer is begun any more. TransferCancelled follows once every posted write is complete and delivered,
+        or another terminal event if that comes first. Ids that are not known any more are ignored."""
