@@ -1,0 +1,75 @@
+"""From a path to a model: a GGUF file, or a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from . import hugging_face
+from .attention.cpu import CpuAttention
+from .config import ModelConfig
+from .errors import CheckpointNotFound, InvalidConfig
+from .families import registry
+from .families.base import Family
+from .gguf_file import GgufFile, GgufWeights
+from .model import Model
+from .weights import WeightReader, WeightSource
+
+DtypeName = Literal["float32", "bfloat16"]
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """Reads the configuration only; no weights.
+
+    Raises `CheckpointNotFound`, `CheckpointUnreadable`, `UnknownFamily`, `InvalidConfig`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_directory(path)[1]
+    return _open_gguf(path)[1]
+
+
+def load_model(path: str | Path, dtype: DtypeName, device: str = "cpu") -> Model:
+    """Loads a model with its weights in `dtype`.
+
+    Raises what `load_config` raises, and `MissingTensor`, `WrongShape`, `UnsupportedTensorType`.
+    """
+    if dtype not in DTYPES:
+        raise InvalidConfig(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", dtype=dtype)
+    if device != "cpu":
+        raise InvalidConfig(f"device is {device!r}; models run on 'cpu'", device=device)
+    path = Path(path)
+    source: WeightSource
+    if path.is_dir():
+        family, config = _open_directory(path)
+        source = hugging_face.SafetensorsWeights(path)
+    else:
+        family, config, file = _open_gguf(path)
+        source = GgufWeights(
+            file,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            interleaved_rotary=family.gguf_interleaved_rotary,
+        )
+    return family.build(config, WeightReader(source, DTYPES[dtype], torch.device(device)), CpuAttention())
+
+
+def _open_directory(path: Path) -> tuple[Family, ModelConfig]:
+    settings = hugging_face.read_config(path)
+    architectures = settings.strings("architectures")
+    if len(architectures) != 1:
+        raise settings.invalid("architectures", "it must be a list with the name of one architecture")
+    family = registry.for_hugging_face(architectures[0], path)
+    return family, family.config_from_hugging_face(settings)
+
+
+def _open_gguf(path: Path) -> tuple[Family, ModelConfig, GgufFile]:
+    if not path.is_file():
+        raise CheckpointNotFound(f"{path}: no such GGUF file or Hugging Face directory", path=path)
+    file = GgufFile(path)
+    family = registry.for_gguf(file.architecture, path)
+    return family, family.config_from_gguf(file), file

@@ -1,0 +1,83 @@
+"""Typed reads from a checkpoint's metadata, which is a plain mapping of names to JSON-like values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import InvalidConfig
+
+T = TypeVar("T", int, float, bool, str)
+
+_REQUIRED: Any = object()
+
+
+class Settings:
+    """A mapping that answers with the right type or an `InvalidConfig` naming the key; JSON null counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+        self.values = values
+        self.path = path
+        self._prefix = prefix
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(self._prefix + key) is not None
+
+    def get(self, key: str, kind: type[T], default: T = _REQUIRED) -> T:
+        """The value of `key` as `kind`; an integer is accepted where a float is asked for."""
+        value = self.values.get(self._prefix + key)
+        if value is None:
+            if default is _REQUIRED:
+                raise InvalidConfig(
+                    f"{self.path}: setting {self._prefix + key!r} is missing; it must be a {kind.__name__}",
+                    setting=self._prefix + key,
+                )
+            return default
+        if kind is float and type(value) is int:
+            return kind(value)
+        if type(value) is not kind:
+            raise self.invalid(key, f"it must be a {kind.__name__}")
+        return value
+
+    def positive(self, key: str, default: int = _REQUIRED) -> int:
+        """The value of `key` as an integer of at least 1."""
+        value = self.get(key, int, default)
+        if value < 1:
+            raise self.invalid(key, "it must be at least 1")
+        return value
+
+    def section(self, key: str) -> Settings | None:
+        """A nested mapping, or None where there is none."""
+        value = self.values.get(self._prefix + key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.invalid(key, "it must be a mapping")
+        return Settings(value, self.path)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """An integer or a list of integers, as a tuple; empty where absent."""
+        value = self.values.get(self._prefix + key)
+        if value is None:
+            return ()
+        values = value if isinstance(value, list) else [value]
+        if not all(type(item) is int for item in values):
+            raise self.invalid(key, "it must be an integer or a list of integers")
+        return tuple(values)
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        """A list of strings, as a tuple; empty where absent."""
+        value = self.values.get(self._prefix + key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.invalid(key, "it must be a list of strings")
+        return tuple(value)
+
+    def invalid(self, key: str, rule: str) -> InvalidConfig:
+        """The error for a value that breaks `rule`."""
+        value = self.values.get(self._prefix + key)
+        return InvalidConfig(
+            f"{self.path}: setting {self._prefix + key!r} is {value!r}; {rule}", setting=self._prefix + key, value=value
+        )
