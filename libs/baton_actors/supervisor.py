@@ -5,7 +5,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -71,9 +71,8 @@ class Supervisor:
         name: str,
         factory: Callable[[], Child],
         policy: RestartPolicy | None = None,
-        on_restart: Callable[[Child], Awaitable[None]] | None = None,
     ) -> Child:
-        """Raises what the first start raises. ``on_restart`` gets each successor, running."""
+        """Raises what the first start raises."""
         if self._failed is None:
             self._failed = asyncio.get_running_loop().create_future()
         if name in self._watchers:
@@ -81,7 +80,7 @@ class Supervisor:
         child = factory()
         await child.start()
         self._children[name] = child
-        watch = self._watch(name, factory, policy or RestartPolicy(), on_restart)
+        watch = self._watch(name, factory, policy or RestartPolicy())
         self._watchers[name] = asyncio.create_task(watch, name=f"{self.name} watches {name}")
         return child
 
@@ -114,7 +113,6 @@ class Supervisor:
         name: str,
         factory: Callable[[], Child],
         policy: RestartPolicy,
-        on_restart: Callable[[Child], Awaitable[None]] | None,
     ) -> None:
         while True:
             try:
@@ -136,8 +134,6 @@ class Supervisor:
                     logger.exception("%s: %s failed to start again", self.name, name)
                     continue
                 self._children[name] = successor
-                if on_restart is not None:
-                    await on_restart(successor)
                 logger.warning("%s: %s runs again", self.name, name)
                 break
 

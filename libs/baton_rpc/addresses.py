@@ -66,3 +66,18 @@ def parse_address(text: str) -> Address:
     elif ":" in host:
         raise AddressError(text, "write an IPv6 address in brackets, as in [::1]:50051")
     return TcpAddress(host, int(port))
+
+
+def advertised_address(bound: str, host: str | None) -> str:
+    """What to tell others: ``bound`` with ``host`` in place of its own, if given.
+
+    Raises AddressError for a wildcard address without one: nobody could call it.
+    """
+    address = parse_address(bound)
+    if isinstance(address, UnixAddress):
+        return bound
+    if host is not None:
+        return str(TcpAddress(host, address.port))
+    if address.host in {"0.0.0.0", "::"}:
+        raise AddressError(bound, "others can't call a wildcard address; set advertise_host")
+    return bound

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import grpc
 
+from baton_config import TlsSettings
 from baton_rpc.addresses import TcpAddress, parse_address
 
 
@@ -65,3 +66,10 @@ def require_protection(address: str, *, encrypted: bool, allow_insecure: bool) -
     parsed = parse_address(address)
     if isinstance(parsed, TcpAddress) and not parsed.loopback and not encrypted and not allow_insecure:
         raise InsecureAddressError(address)
+
+
+def tls_files(settings: TlsSettings) -> TlsFiles | None:
+    """The files that the configuration names; None if it names none."""
+    if settings.certificate is None or settings.key is None or settings.authority is None:
+        return None
+    return TlsFiles(settings.certificate, settings.key, settings.authority)

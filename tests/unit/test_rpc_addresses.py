@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_rpc import AddressError, TcpAddress, TlsError, TlsFiles, UnixAddress, parse_address
+from baton_rpc import AddressError, TcpAddress, TlsError, TlsFiles, UnixAddress, advertised_address, parse_address
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,11 @@ def test_missing_tls_files_are_named(tmp_path):
     files = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem")
     with pytest.raises(TlsError, match=r"tls\.certificate .*cert\.pem"):
         files.server_credentials()
+
+
+def test_what_others_are_told():
+    assert advertised_address("127.0.0.1:9", None) == "127.0.0.1:9"
+    assert advertised_address("0.0.0.0:9", "node-7") == "node-7:9"
+    assert advertised_address("unix:/run/a.sock", "node-7") == "unix:/run/a.sock"
+    with pytest.raises(AddressError, match="advertise_host"):
+        advertised_address("[::]:9", None)
