@@ -129,6 +129,7 @@ class WorkerSettings(Section):
         default=(), description="CPUs the worker and its model process are bound to, such as 0,2-3; empty: any"
     )
     start_timeout_s: PositiveFloat = Field(default=120.0, description="How long the model process may take to load")
+    metrics: str = Field(default="", description="Address of /metrics and /healthz; empty: none")
 
 
 class PrefillSettings(WorkerSettings):

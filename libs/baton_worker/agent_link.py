@@ -1,0 +1,112 @@
+"""Keeps one engine attached to its node's transfer agent, across restarts of the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+import grpc
+from baton.v1 import agent_pb2, agent_pb2_grpc
+
+from baton_engine.client import EngineClient
+from baton_engine.errors import AttachFailed
+from baton_worker.agent_session import CALL_TIMEOUT_S, AgentSession
+from baton_worker.errors import AgentUnavailable
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 30.0
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 1.0
+
+
+class AgentLink:
+    """Owns the present session. A new one begins whenever the former is lost; in between there is none."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        channel: grpc.aio.Channel,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` hears of every new session and of every loss."""
+        self._client = client
+        self._channel = channel
+        self._on_change = on_change
+        self._session: AgentSession | None = None
+        self._changed = asyncio.Event()
+        self._gone: dict[int, asyncio.Future[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def agent_gone(self, session: int) -> None:
+        """The model process saw the hand-off connection of this session end."""
+        gone = self._gone.get(session)
+        if gone is not None and not gone.done():
+            gone.set_result(None)
+
+    @property
+    def current(self) -> AgentSession | None:
+        return self._session
+
+    async def session(self, timeout: float) -> AgentSession:
+        """The present session, or the next one if it comes within `timeout` seconds; raises AgentUnavailable."""
+        try:
+            async with asyncio.timeout(timeout):
+                while self._session is None or self._session.lost.done():
+                    self._changed.clear()
+                    await self._changed.wait()
+                return self._session
+        except TimeoutError:
+            raise AgentUnavailable(f"no transfer agent on this node for {timeout:.1f} s") from None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep(), name="agent-link")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _keep(self) -> None:
+        delay = FIRST_DELAY_S
+        while True:
+            try:
+                session = await self._attach()
+            except (AgentUnavailable, AttachFailed, grpc.aio.AioRpcError) as error:
+                if delay == FIRST_DELAY_S:
+                    log.warning("cannot attach to the transfer agent: %s", error)
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, LONGEST_DELAY_S)
+                continue
+            delay = FIRST_DELAY_S
+            log.info("attached to transfer agent %x, session %x", session.descriptor.incarnation, session.session)
+            self._session = session
+            self._changed.set()
+            self._on_change()
+            why = await asyncio.shield(session.lost)
+            log.warning("session %x with the transfer agent is over: %s", session.session, why)
+            self._session = None
+            await session.close()
+            self._gone.pop(session.session, None)
+            self._on_change()
+
+    async def _attach(self) -> AgentSession:
+        stub = agent_pb2_grpc.TransferAgentStub(self._channel)
+        agent = await stub.Describe(agent_pb2.DescribeRequest(), timeout=CALL_TIMEOUT_S, wait_for_ready=True)
+        number = secrets.randbits(64)
+        gone = self._gone[number] = asyncio.get_running_loop().create_future()
+        session: AgentSession | None = None
+        try:
+            await self._client.attach(agent.handoff_path, number)
+            session = AgentSession(number, self._channel, agent.agent, gone)
+            await session.ready(READY_TIMEOUT_S)
+            return session
+        except BaseException:
+            self._gone.pop(number, None)
+            if session is not None:
+                await session.close()
+            raise

@@ -1,0 +1,194 @@
+"""Owns the scheduler: takes sequences, keeps one step in flight, and tells every sequence what it gave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton_actors.actor import Actor, ActorStopped, handles
+from baton_engine.client import EngineClient
+from baton_engine.errors import EngineDied, EngineError, StepFailedError
+from baton_engine.messages import FinishReason, StepPlan, StepResult
+from baton_engine.scheduler import Finished, Scheduler, Sequence, Update
+from baton_worker.errors import EngineUnavailable, StepFailed
+from baton_worker.reservation import PageReserver
+
+log = logging.getLogger(__name__)
+
+
+class StepHooks(Protocol):
+    """What a worker does around a step."""
+
+    def before_step(self, plan: StepPlan) -> None:
+        """The step is about to run. Must not wait."""
+
+    async def after_failed_step(self, plan: StepPlan) -> None:
+        """The step failed; no other begins before this returns."""
+
+
+class NoHooks:
+    def before_step(self, plan: StepPlan) -> None: ...
+
+    async def after_failed_step(self, plan: StepPlan) -> None: ...
+
+
+@dataclass(frozen=True)
+class Event:
+    """An update of one sequence, with the step that gave it (None: it was cancelled between steps)."""
+
+    update: Update
+    step: StepResult | None
+
+
+class SequenceStream:
+    """What a sequence gives, until its `Finished`, which comes exactly once and last."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[Event | EngineUnavailable] = asyncio.Queue()
+
+    def put(self, event: Event | EngineUnavailable) -> None:
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Raises EngineUnavailable if the engine dies, StepFailed if a step with this sequence fails."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, EngineUnavailable):
+                raise event
+            if isinstance(event.update, Finished) and event.update.reason is FinishReason.FAILED:
+                raise StepFailed(
+                    f"a forward step with sequence {event.update.sequence_id} failed; see the worker's log"
+                )
+            yield event
+            if isinstance(event.update, Finished):
+                return
+
+
+@dataclass(frozen=True)
+class _Submit:
+    sequence: Sequence
+    owner: Hashable
+    stream: SequenceStream
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    sequence_id: int
+
+
+@dataclass(frozen=True)
+class _StepDone:
+    plan: StepPlan
+    result: StepResult
+
+
+@dataclass(frozen=True)
+class _StepFailed:
+    plan: StepPlan
+    error: StepFailedError
+
+
+class EngineActor(Actor):
+    """Lives and dies with one model process.
+
+    A sequence's owner lets go of its pages here, when the sequence has left the scheduler: no step in flight can write
+    them then.
+    """
+
+    def __init__(self, client: EngineClient, scheduler: Scheduler, reserver: PageReserver, hooks: StepHooks) -> None:
+        super().__init__("engine")
+        self.scheduler = scheduler
+        self.steps_done = 0
+        # What the streams are told when the actor stops.
+        self.ending = "the worker is shutting down"
+        self._client = client
+        self._reserver = reserver
+        self._hooks = hooks
+        self._streams: dict[int, tuple[Hashable, SequenceStream]] = {}
+        self._step: asyncio.Task[None] | None = None
+
+    def submit(self, sequence: Sequence, owner: Hashable) -> SequenceStream:
+        """Hands a sequence and its pages' owner over: from now on the owner's hold is released by this actor.
+
+        Raises EngineUnavailable (then the owner still holds the pages).
+        """
+        stream = SequenceStream()
+        try:
+            self.tell(_Submit(sequence, owner, stream))
+        except ActorStopped as error:
+            raise EngineUnavailable("the model process is gone") from error
+        return stream
+
+    def cancel(self, sequence_id: int) -> None:
+        """Idempotent; a sequence that has ended is nothing."""
+        if self.running:
+            self.tell(_Cancel(sequence_id))
+
+    async def on_stop(self, error: BaseException | None) -> None:
+        if self._step is not None:
+            self._step.cancel()
+        gone = EngineUnavailable(f"the engine failed: {error}" if error else self.ending)
+        for _, stream in self._streams.values():
+            stream.put(gone)
+        self._streams.clear()
+
+    @handles
+    async def _on_submit(self, message: _Submit) -> None:
+        self._streams[message.sequence.sequence_id] = message.owner, message.stream
+        try:
+            self.scheduler.add(message.sequence)
+        except EngineError as error:
+            log.error("the scheduler refused a sequence: %s", error)
+            self._deliver([Finished(message.sequence.sequence_id, FinishReason.FAILED)], None)
+        self._begin_step()
+
+    @handles
+    async def _on_cancel(self, message: _Cancel) -> None:
+        self._deliver(self.scheduler.cancel(message.sequence_id), None)
+
+    @handles
+    async def _on_step_done(self, message: _StepDone) -> None:
+        self.steps_done += 1
+        updates = self.scheduler.complete(message.result)
+        # The next step runs while the tokens of this one are on their way.
+        self._begin_step()
+        self._deliver(updates, message.result)
+
+    @handles
+    async def _on_step_failed(self, message: _StepFailed) -> None:
+        log.error("%s", message.error)
+        await self._hooks.after_failed_step(message.plan)
+        self._deliver(self.scheduler.fail(message.plan.step), None)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        plan = self.scheduler.next_step()
+        if plan is not None:
+            self._hooks.before_step(plan)
+            self._step = asyncio.create_task(self._run_step(plan), name=f"step {plan.step}")
+
+    async def _run_step(self, plan: StepPlan) -> None:
+        try:
+            result = await self._client.step(plan)
+        except StepFailedError as error:
+            self._tell_if_running(_StepFailed(plan, error))
+        except EngineDied:
+            # The host watches the process and stops this actor with the reason.
+            return
+        else:
+            self._tell_if_running(_StepDone(plan, result))
+
+    def _tell_if_running(self, message: _StepDone | _StepFailed) -> None:
+        if self.running:
+            self.tell(message)
+
+    def _deliver(self, updates: list[Update], step: StepResult | None) -> None:
+        for update in updates:
+            owner, stream = self._streams[update.sequence_id]
+            if isinstance(update, Finished):
+                del self._streams[update.sequence_id]
+                self._reserver.release(owner)
+            stream.put(Event(update, step))

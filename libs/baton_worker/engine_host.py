@@ -1,0 +1,152 @@
+"""One life of the engine: a model process with its page pool, its scheduler and its place at the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from baton_engine.client import EngineClient
+from baton_engine.errors import EngineError
+from baton_engine.messages import AgentLost, EngineInfo, EngineSpec, Loading
+from baton_engine.scheduler import Scheduler
+from baton_kv.layout import PageLayout
+from baton_kv.pool import PagePool
+from baton_kv.shards import ShardMap
+from baton_worker.agent_link import AgentLink
+from baton_worker.agent_session import AgentSession
+from baton_worker.background import first_of
+from baton_worker.engine_actor import EngineActor, StepHooks
+from baton_worker.errors import AgentUnavailable
+from baton_worker.reservation import PageReserver
+
+log = logging.getLogger(__name__)
+
+
+class EngineHost:
+    """Dies as a whole with its model process: what was in the cache is gone, so nothing of it is kept.
+
+    A `Child` of a supervisor, which makes the next one.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        chunk_tokens: int,
+        max_waiting: int,
+        start_timeout_s: float,
+        agent_channel: grpc.aio.Channel | None,
+        hooks: StepHooks,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`agent_channel` None: a worker that moves no pages. `on_change`: `ready` may answer differently now."""
+        self._spec = spec
+        self._chunk_tokens = chunk_tokens
+        self._max_waiting = max_waiting
+        self._start_timeout_s = start_timeout_s
+        self._agent_channel = agent_channel
+        self._hooks = hooks
+        self._on_change = on_change
+        self._link: AgentLink | None = None
+        self._alive = False
+
+    client: EngineClient
+    actor: EngineActor
+    reserver: PageReserver
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.client.info
+
+    @property
+    def layout(self) -> PageLayout:
+        """This rank's cache."""
+        info = self.info
+        return PageLayout(
+            order=info.order,
+            layers=info.layers,
+            pages=info.pages,
+            page_size=info.page_size,
+            kv_heads=info.kv_heads,
+            head_dim=info.head_dim,
+            element_size=info.element_size,
+        )
+
+    @property
+    def shard_map(self) -> ShardMap:
+        return ShardMap(kv_heads_total=self.info.kv_heads, tp=self.info.ranks)
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    @property
+    def link(self) -> AgentLink:
+        """Raises AgentUnavailable for a worker without an agent."""
+        if self._link is None:
+            raise AgentUnavailable("this worker runs without a transfer agent")
+        return self._link
+
+    @property
+    def session(self) -> AgentSession | None:
+        return self._link.current if self._link is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """Able to serve: the model is loaded and, if there is an agent, attached to it."""
+        return self._alive and (self._link is None or self.session is not None)
+
+    async def start(self) -> None:
+        self.client = await EngineClient.start(
+            self._spec,
+            on_progress=self._report,
+            on_agent_lost=self._agent_lost,
+            timeout_s=self._start_timeout_s,
+        )
+        self.reserver = PageReserver(PagePool(self.info.pages), self._max_waiting)
+        scheduler = Scheduler(
+            chunk_tokens=self._chunk_tokens, max_batch=self.info.max_batch, page_size=self.info.page_size
+        )
+        self.actor = EngineActor(self.client, scheduler, self.reserver, self._hooks)
+        await self.actor.start()
+        if self._agent_channel is not None:
+            self._link = AgentLink(self.client, self._agent_channel, self._on_change)
+            self._link.start()
+        self._alive = True
+        self._on_change()
+        log.info("engine ready: %s, %d pages of %d tokens", self.info.model, self.info.pages, self.info.page_size)
+
+    async def join(self) -> None:
+        """Until the model process or the scheduler fails; raises what it failed of, with everything torn down."""
+        actor = asyncio.create_task(self.actor.join())
+        await first_of(actor, self.client.exited)
+        failure: Exception
+        if self.client.exited.done():
+            failure = self.client.exited.result()
+        else:
+            failure = actor.exception() or EngineError("the scheduler stopped")  # type: ignore[assignment]
+        self.actor.ending = f"the engine failed: {failure}"
+        await self.stop()
+        await asyncio.gather(actor, return_exceptions=True)
+        raise failure
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        self._alive = False
+        self._on_change()
+        await self.actor.stop()
+        # The model process first: the end of its hand-off connection is what ends the session at the agent.
+        await self.client.stop()
+        if self._link is not None:
+            await self._link.stop()
+
+    def _agent_lost(self, lost: AgentLost) -> None:
+        if self._link is not None:
+            self._link.agent_gone(lost.session)
+
+    @staticmethod
+    def _report(progress: Loading) -> None:
+        log.info("loading: %s (%d %%)", progress.stage, round(progress.fraction * 100))

@@ -1,0 +1,29 @@
+"""Gauges that mirror a worker's state; they are read when somebody scrapes, and cost nothing otherwise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from baton_telemetry.metrics import WorkerMetrics
+from baton_worker.engine_host import EngineHost
+
+
+def observe(metrics: WorkerMetrics, engine: Callable[[], EngineHost | None]) -> None:
+    """`engine` gives the present engine, or None."""
+
+    def read(value: Callable[[EngineHost], float]) -> Callable[[], float]:
+        def now() -> float:
+            host = engine()
+            return value(host) if host is not None and host.alive else 0.0
+
+        return now
+
+    metrics.running_requests.set_function(read(lambda host: host.actor.scheduler.running))
+    metrics.waiting_requests.set_function(read(lambda host: host.actor.scheduler.waiting + host.reserver.waiting))
+    metrics.queued_prompt_tokens.set_function(read(lambda host: host.actor.scheduler.queued_prompt_tokens))
+    metrics.free_pages.set_function(read(lambda host: host.reserver.pool.free))
+    metrics.total_pages.set_function(read(lambda host: host.reserver.pool.total))
+    metrics.oldest_quarantine_seconds.set_function(
+        read(lambda host: host.reserver.pool.oldest_quarantine_age(time.monotonic()))
+    )

@@ -1,0 +1,224 @@
+"""A worker process: the engine under supervision, its gRPC service, its health, its lease and its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from baton.v1 import common_pb2, registry_pb2
+
+from baton_actors.lifecycle import serve_until_signalled
+from baton_actors.supervisor import Supervisor
+from baton_config.models import resolve_model, served_name
+from baton_config.sections import WorkerSettings
+from baton_config.settings import Settings
+from baton_engine.messages import EngineSpec
+from baton_rpc.addresses import advertised_address
+from baton_rpc.channel import open_channel
+from baton_rpc.server import RpcServer
+from baton_rpc.tls import TlsFiles
+from baton_telemetry.exposition import MetricsServer
+from baton_telemetry.metrics import WorkerMetrics
+from baton_worker.background import BackgroundTasks
+from baton_worker.channels import ChannelCache
+from baton_worker.convert import layout_to_proto
+from baton_worker.engine_actor import StepHooks
+from baton_worker.engine_host import EngineHost
+from baton_worker.errors import EngineUnavailable
+from baton_worker.observation import observe
+from baton_worker.registration import Registration
+
+log = logging.getLogger(__name__)
+
+# A forward step that takes longer than this is taken for stuck; the slowest step seen, 512 tokens of the default model
+# on one busy core, took 3 s.
+STALL_S = 60.0
+HEALTH_INTERVAL_S = 1.0
+SHUTDOWN_GRACE_S = 2.0
+
+
+class Worker:
+    """What the prefill and the decode worker have in common. A servicer is added, then `run` serves until a signal."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        section: WorkerSettings,
+        role: registry_pb2.WorkerRole.ValueType,
+        metrics: WorkerMetrics,
+        hooks: StepHooks,
+        *,
+        with_agent: bool,
+    ) -> None:
+        self.role = role
+        self.kind = registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
+        self.worker_id = section.worker_id or f"{self.kind}-{os.getpid()}"
+        self.section = section
+        self.background = BackgroundTasks()
+        self._settings = settings
+        self._metrics = metrics
+        self._hooks = hooks
+        self._with_agent = with_agent
+        self._incarnation = secrets.randbits(64)
+        self._sequence_ids = itertools.count(1)
+        self._engine: EngineHost | None = None
+        self._tls = _tls_files(settings)
+        credentials = self._tls.channel_credentials() if self._tls else None
+        self.peers = ChannelCache(credentials)
+        self._registry = open_channel(settings.registry_target, credentials)
+        self._agent = open_channel(settings.agent.socket) if with_agent else None
+        self._registration = Registration(self._registry, self._describe, self._load)
+        self._server = RpcServer([section.listen], tls=self._tls, allow_insecure=settings.tls.allow_insecure)
+        self._services: list[str] = []
+        self._serving = False
+        observe(metrics, lambda: self._engine)
+
+    # --- for the servicers ----------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> EngineHost:
+        """The present engine; raises EngineUnavailable while there is none."""
+        if self._engine is None or not self._engine.alive:
+            raise EngineUnavailable("the model process is not there: it is starting, or starting again")
+        return self._engine
+
+    @property
+    def max_model_len(self) -> int:
+        own = self.engine.info.max_model_len
+        limit = self._settings.model.max_model_len
+        return own if limit is None else min(own, limit)
+
+    def next_sequence_id(self) -> int:
+        """Unique in this process, over all lives of the engine."""
+        return next(self._sequence_ids)
+
+    def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, service: str) -> None:
+        """`register`: the generated add_…Servicer_to_server; `service`: the full name."""
+        self._server.add(register, servicer, service)
+        self._services.append(service)
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serves until SIGINT or SIGTERM; raises what the worker cannot serve without."""
+        for service in self._services:
+            await self._server.set_serving(service, False)
+        await self._server.start()
+        supervisor = Supervisor(self.worker_id)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._close)
+            metrics = MetricsServer(self._metrics.registry, self._unhealthy)
+            await metrics.start(self.section.metrics)
+            stack.push_async_callback(metrics.stop)
+            await supervisor.start("engine", self._make_engine)
+            stack.push_async_callback(supervisor.stop)
+            # Refused and cancelled before the engine goes, so that their cleanup still finds it.
+            stack.push_async_callback(self.background.drain, SHUTDOWN_GRACE_S)
+            stack.push_async_callback(self._server.stop, SHUTDOWN_GRACE_S)
+            self._registration.start()
+            stack.push_async_callback(self._registration.stop)
+            health = asyncio.create_task(self._watch_health(), name="health")
+            stack.callback(health.cancel)
+            await serve_until_signalled(supervisor.join())
+
+    async def _close(self) -> None:
+        await self._server.stop(0)
+        await self.peers.close()
+        await self._registry.close()
+        if self._agent is not None:
+            await self._agent.close()
+
+    def _make_engine(self) -> EngineHost:
+        section, model = self.section, self._settings.model
+        spec = EngineSpec(
+            model_path=str(resolve_model(model.name)),
+            dtype=model.dtype,
+            page_size=section.page_size,
+            kv_bytes=int(section.kv_bytes),
+            threads=section.threads or len(section.cpus) or len(os.sched_getaffinity(0)),
+            cpus=section.cpus,
+            max_batch=section.max_batch,
+            role=self.kind,
+        )
+        self._engine = EngineHost(
+            spec,
+            chunk_tokens=section.chunk_tokens,
+            max_waiting=section.max_waiting,
+            start_timeout_s=section.start_timeout_s,
+            agent_channel=self._agent,
+            hooks=self._hooks,
+            on_change=self._registration.changed,
+        )
+        return self._engine
+
+    # --- what others see ------------------------------------------------------------------------------------------
+
+    def _describe(self) -> registry_pb2.WorkerInfo | None:
+        engine = self._engine
+        if engine is None or not engine.ready:
+            return None
+        info = engine.info
+        session = engine.session
+        return registry_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            role=self.role,
+            incarnation=self._incarnation,
+            address=advertised_address(self._server.addresses[0], self.section.advertise_host),
+            model=registry_pb2.ModelInfo(
+                name=self._settings.model.served_name or served_name(self._settings.model.name),
+                fingerprint=info.fingerprint,
+                max_model_len=self.max_model_len,
+                vocab_size=info.vocab_size,
+            ),
+            layout=layout_to_proto(engine.layout, info.dtype, info.kv_heads),
+            sharding=common_pb2.Sharding(tensor_parallel=info.ranks, data_parallel=1),
+            agent=session.descriptor if session is not None else None,
+        )
+
+    def _load(self) -> registry_pb2.WorkerLoad:
+        engine = self._engine
+        if engine is None or not engine.alive:
+            return registry_pb2.WorkerLoad()
+        scheduler, reserver = engine.actor.scheduler, engine.reserver
+        return registry_pb2.WorkerLoad(
+            running_requests=scheduler.running,
+            waiting_requests=scheduler.waiting + reserver.waiting,
+            free_pages=reserver.pool.free,
+            total_pages=reserver.pool.total,
+            queued_prompt_tokens=scheduler.queued_prompt_tokens,
+        )
+
+    def _unhealthy(self) -> dict[str, object] | None:
+        return None if self._serving else {"reason": "the engine is not ready, or makes no progress"}
+
+    async def _watch_health(self) -> None:
+        """Healthy is who can serve and makes progress: a step that does not end is not health."""
+        steps, since = -1, time.monotonic()
+        while True:
+            engine = self._engine
+            healthy = engine is not None and engine.ready
+            if engine is not None and engine.alive:
+                actor = engine.actor
+                if actor.steps_done != steps or actor.scheduler.in_flight is None:
+                    steps, since = actor.steps_done, time.monotonic()
+                healthy = healthy and time.monotonic() - since < STALL_S
+            if healthy != self._serving:
+                self._serving = healthy
+                for service in self._services:
+                    await self._server.set_serving(service, healthy)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+def _tls_files(settings: Settings) -> TlsFiles | None:
+    tls = settings.tls
+    if tls.certificate is None or tls.key is None or tls.authority is None:
+        return None
+    return TlsFiles(tls.certificate, tls.key, tls.authority)

@@ -1,0 +1,217 @@
+"""The receiving side's messenger: has a prompt's KV entries written into this worker's pages."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import grpc
+from baton.v1 import agent_pb2, common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
+
+from baton_config.sections import DecodeSettings
+from baton_kv.plan import expected_extents, pages_to_transfer
+from baton_kv.shards import ShardMap
+from baton_rpc.errors import RemoteError
+from baton_telemetry.metrics import DecodeMetrics
+from baton_worker.agent_session import AgentSession, Inbox
+from baton_worker.background import first_of
+from baton_worker.convert import layout_to_proto
+from baton_worker.engine_host import EngineHost
+from baton_worker.errors import AgentUnavailable, PrefillUnavailable, TransferBroken
+from baton_worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+AGENT_WAIT_S = 3.0
+# The sender's delivery completion is in, so the last immediate has reached this node: what remains is one event.
+SETTLE_S = 2.0
+# An inbox whose agent does not answer for this long is shown as quarantined.
+QUARANTINE_AFTER_S = 2.0
+
+PrefillResult = prefill_pb2.RunResponse | RemoteError
+
+
+@dataclass(frozen=True)
+class Received:
+    """Everything is here. `run` is the prefill worker's own account, which may come a little later."""
+
+    worker_id: str
+    inbox_us: int
+    retries: int
+    run: asyncio.Task[PrefillResult]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What every attempt asks for."""
+
+    request: decode_pb2.DecodeGenerateRequest
+    pages: Sequence[int]
+    prefix_tokens: int
+
+
+class KvReceiver:
+    """Tries prefill workers until one has filled the pages."""
+
+    def __init__(self, worker: Worker, settings: DecodeSettings, metrics: DecodeMetrics) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._metrics = metrics
+
+    async def fetch(
+        self, engine: EngineHost, request: decode_pb2.DecodeGenerateRequest, pages: Sequence[int], prefix_tokens: int
+    ) -> Received:
+        """Has prompt positions [prefix_tokens, T - 1) written into `pages`, which start at position 0.
+
+        Raises PrefillUnavailable when the attempts are used up, or the last worker's refusal if it was about the
+        request or for want of room. Whatever happens, the pages are let go only when no write can follow.
+        """
+        candidates = [worker for worker in request.prefill_workers if self._compatible(engine, worker)]
+        if not candidates:
+            raise PrefillUnavailable(
+                f"none of the {len(request.prefill_workers)} prefill workers offered serves this model and layout",
+                offered=len(request.prefill_workers),
+            )
+        wanted = _Wanted(request, pages, prefix_tokens)
+        attempts = self._settings.prefill_attempts
+        failure: Exception | None = None
+        for retries, worker in enumerate(itertools.islice(itertools.cycle(candidates), attempts)):
+            try:
+                received = await self._attempt(engine, worker, wanted, retries)
+            except (TransferBroken, AgentUnavailable, RemoteError) as error:
+                failure = error
+                self._metrics.prefill_attempts.labels(outcome=error.reason.lower()).inc()
+                log.warning("request %s: prefill worker %s: %s", request.request_id, worker.worker_id, error)
+                continue
+            self._metrics.prefill_attempts.labels(outcome="ok").inc()
+            return received
+        if isinstance(failure, RemoteError) and failure.status in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"):
+            raise failure
+        raise PrefillUnavailable(
+            f"no prefill worker could compute the prompt in {attempts} attempts; the last one: {failure}",
+            attempts=attempts,
+            cause=getattr(failure, "reason", ""),
+        )
+
+    @staticmethod
+    def _compatible(engine: EngineHost, worker: registry_pb2.WorkerInfo) -> bool:
+        info = engine.info
+        ours, theirs = layout_to_proto(engine.layout, info.dtype, info.kv_heads), common_pb2.KvLayout()
+        theirs.CopyFrom(worker.layout)
+        theirs.pages = ours.pages
+        return worker.model.fingerprint == info.fingerprint and ours == theirs and worker.HasField("agent")
+
+    async def _attempt(
+        self, engine: EngineHost, worker: registry_pb2.WorkerInfo, wanted: _Wanted, retries: int
+    ) -> Received:
+        request, pages, prefix_tokens = wanted.request, wanted.pages, wanted.prefix_tokens
+        info = engine.info
+        prompt_tokens = len(request.prompt_token_ids)
+        session = await engine.link.session(AGENT_WAIT_S)
+        expected = expected_extents(
+            ShardMap(info.kv_heads, worker.sharding.tensor_parallel or 1, worker.sharding.data_parallel or 1, False),
+            engine.shard_map,
+            info.order,
+            prompt_tokens=prompt_tokens,
+            prefix_tokens=prefix_tokens,
+            page_size=info.page_size,
+            layers=info.layers,
+        )
+        first = prefix_tokens // info.page_size
+        destination = pages[first : first + pages_to_transfer(prompt_tokens, prefix_tokens, info.page_size)]
+        inbox = await session.open_inbox(worker.agent, expected)
+        # From here on the inbox owns the pages too: a write may be under way until it is closed.
+        owner = ("inbox", session.session, *inbox.key)
+        engine.reserver.hold(list(destination), owner)
+        started = time.monotonic_ns()
+        call = prefill_pb2_grpc.PrefillStub(self._worker.peers.get(worker.address)).Run(
+            prefill_pb2.RunRequest(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                inbox=inbox.descriptor,
+                pages=destination,
+                prefix_tokens=prefix_tokens,
+            ),
+            timeout=self._settings.prefill_timeout_s,
+        )
+        run = self._worker.background.spawn(_result(call), f"Prefill.Run {request.request_id}")
+        try:
+            full = await self._wait(inbox, run)
+        except BaseException as error:
+            call.cancel()
+            closing = self._worker.background.spawn(
+                self._close(engine, session, inbox, owner), f"close of inbox {inbox.key}"
+            )
+            if isinstance(error, TransferBroken | RemoteError):
+                # The next attempt writes into the same pages.
+                await asyncio.shield(closing)
+            raise
+        engine.reserver.release(owner)
+        self._worker.background.spawn(self._return_slot(session, inbox), f"close of inbox {inbox.key}")
+        inbox_ns = max(0, full.full_ns - started) if full.full_ns else time.monotonic_ns() - started
+        self._metrics.inbox_seconds.observe(inbox_ns / 1e9)
+        return Received(worker.worker_id, inbox_ns // 1000, retries, run)
+
+    async def _wait(self, inbox: Inbox, run: asyncio.Task[PrefillResult]) -> agent_pb2.InboxFull:
+        """Until the inbox is full; raises TransferBroken or RemoteError when that is not to be expected any more."""
+        timeout = self._settings.prefill_timeout_s
+        await first_of(inbox.ended, run, timeout=timeout)
+        if not inbox.ended.done() and run.done():
+            result = run.result()
+            if isinstance(result, RemoteError):
+                raise result
+            await first_of(inbox.ended, timeout=SETTLE_S)
+        if not inbox.ended.done():
+            raise TransferBroken("the prefill worker is done or silent, and the inbox is not full")
+        event = inbox.ended.result()
+        if isinstance(event, agent_pb2.InboxFailed):
+            raise TransferBroken(f"the inbox failed: {event.reason}", cause=event.reason)
+        return event
+
+    async def _close(self, engine: EngineHost, session: AgentSession, inbox: Inbox, owner: Hashable) -> None:
+        """Lets the inbox's hold on its pages go once no write can follow; until then they stay visible."""
+        began = time.monotonic()
+        pool = engine.reserver.pool
+        quarantined = False
+        delay = 0.05
+        while not session.lost.done():
+            try:
+                outcome = await session.close_inbox(inbox)
+                log.info("inbox %s closed: %s", inbox.key, outcome)
+                break
+            except (AgentUnavailable, RemoteError) as error:
+                if error.status == "NOT_FOUND":
+                    break
+                if not quarantined and time.monotonic() - began > QUARANTINE_AFTER_S:
+                    quarantined = True
+                    pool.quarantine(owner, error.reason, time.monotonic())
+                    log.error("pages of inbox %s are in quarantine: %s", inbox.key, error)
+                await first_of(session.lost, timeout=delay)
+                delay = min(delay * 2, 1.0)
+        if quarantined:
+            pool.release_quarantine(owner)
+            engine.reserver.wake()
+        else:
+            engine.reserver.release(owner)
+
+    @staticmethod
+    async def _return_slot(session: AgentSession, inbox: Inbox) -> None:
+        try:
+            await session.close_inbox(inbox)
+        except (AgentUnavailable, RemoteError) as error:
+            # A session that is over has given all its slots back.
+            log.info("inbox %s: %s", inbox.key, error)
+
+
+async def _result(call: grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]) -> PrefillResult:
+    """The call's answer or its failure, as a value: nobody may be waiting when it comes."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        return RemoteError.from_rpc(error)
+    except asyncio.CancelledError:
+        return RemoteError("CANCELLED", "the call was cancelled")

@@ -1,0 +1,95 @@
+"""The sending side's messenger: which transfers the sequences of this worker feed, and what each step fills."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from baton.v1 import agent_pb2
+
+from baton_engine.messages import StepPlan
+from baton_kv.plan import chunk_pages
+from baton_rpc.errors import RemoteError
+from baton_worker.agent_session import AgentSession, Transfer
+from baton_worker.background import BackgroundTasks
+from baton_worker.errors import AgentUnavailable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Outgoing:
+    """One prompt's transfer."""
+
+    session: AgentSession
+    transfer: Transfer
+    prompt_tokens: int
+    prefix_tokens: int
+    # Resolves to a reason if the agent could not be told of a step: the transfer can't be completed then.
+    broken: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def break_off(self, reason: str) -> None:
+        if not self.broken.done():
+            self.broken.set_result(reason)
+
+
+class KvSender:
+    """Announces chunk plans to the agent as steps begin."""
+
+    def __init__(self, background: BackgroundTasks, page_size: int) -> None:
+        self._background = background
+        self._page_size = page_size
+        self._outgoing: dict[int, Outgoing] = {}
+
+    def track(self, sequence_id: int, outgoing: Outgoing) -> None:
+        """From now on the steps of this sequence are announced for its transfer."""
+        self._outgoing[sequence_id] = outgoing
+
+    def forget(self, sequence_id: int) -> None:
+        self._outgoing.pop(sequence_id, None)
+
+    def before_step(self, plan: StepPlan) -> None:
+        """A plan may reach the agent before, during or after its step, so that nothing waits for this."""
+        chunks: defaultdict[AgentSession, list[tuple[Outgoing, agent_pb2.ChunkPlan]]] = defaultdict(list)
+        for item in plan.prefills:
+            outgoing = self._outgoing.get(item.sequence_id)
+            if outgoing is None:
+                continue
+            prefilled = outgoing.prompt_tokens - 1
+            pages = chunk_pages(outgoing.prompt_tokens, outgoing.prefix_tokens, self._page_size, item.start, item.end)
+            chunk = agent_pb2.ChunkPlan(
+                transfer=outgoing.transfer.transfer,
+                first_page=pages.start,
+                pages=len(pages),
+                last=item.end == prefilled,
+            )
+            if chunk.pages or chunk.last:
+                chunks[outgoing.session].append((outgoing, chunk))
+        for session, planned in chunks.items():
+            self._background.spawn(self._submit(session, plan.step, planned), f"chunk plan of step {plan.step}")
+
+    async def after_failed_step(self, plan: StepPlan) -> None:
+        """The next step would move the layer counter past what was never computed: its transfers end first."""
+        affected = [self._outgoing[item.sequence_id] for item in plan.items if item.sequence_id in self._outgoing]
+        for outgoing in affected:
+            outgoing.break_off(f"forward step {plan.step} failed")
+        await asyncio.gather(*(self._cancel(outgoing) for outgoing in affected))
+
+    @staticmethod
+    async def _cancel(outgoing: Outgoing) -> None:
+        try:
+            await outgoing.session.cancel_transfer(outgoing.transfer)
+        except (AgentUnavailable, RemoteError) as error:
+            # An agent that is gone posts nothing; one that lives and does not answer must not hold garbage to send.
+            log.error("could not cancel transfer %x: %s", outgoing.transfer.transfer, error)
+            await outgoing.session.lost
+
+    @staticmethod
+    async def _submit(session: AgentSession, step: int, planned: list[tuple[Outgoing, agent_pb2.ChunkPlan]]) -> None:
+        try:
+            await session.submit_step(step, [chunk for _, chunk in planned])
+        except (AgentUnavailable, RemoteError) as error:
+            for outgoing, _ in planned:
+                outgoing.break_off(str(error))
