@@ -113,9 +113,8 @@ class Scheduler:
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
         self._page_size = page_size
-        self._all: dict[int, _Running] = {}
+        self._all: dict[int, _Running] = {}  # in order of arrival
         self._no_slot: dict[int, _Running] = {}  # sampling, not yet admitted, in order of arrival
-        self._prompts: dict[int, _Running] = {}  # work in chunks, in order of admission
         self._decodes: dict[int, _Running] = {}  # one token a step
         self._slots_used = 0
         self._releases: list[int] = []
@@ -131,9 +130,7 @@ class Scheduler:
         self._validate(sequence)
         running = _Running(sequence, computed=sequence.computed)
         self._all[sequence.sequence_id] = running
-        if sequence.prefill_only:
-            self._prompts[sequence.sequence_id] = running
-        else:
+        if not sequence.prefill_only:
             self._no_slot[sequence.sequence_id] = running
             self._admit()
 
@@ -156,13 +153,15 @@ class Scheduler:
         if self._plan is not None:
             return None
         self._admit()
-        items = [self._item(running, 1) for running in self._decodes.values()]
+        items = [self._item(running, 1, prefill=False) for running in self._decodes.values()]
         budget = max(self._chunk_tokens - len(items), 1)
-        for running in self._prompts.values():
+        for sequence_id, running in self._all.items():
             if budget == 0:
                 break
+            if sequence_id in self._decodes or sequence_id in self._no_slot:
+                continue
             tokens = min(running.pending, budget)
-            items.append(self._item(running, tokens))
+            items.append(self._item(running, tokens, prefill=True))
             budget -= tokens
         if not items:
             return None
@@ -284,21 +283,17 @@ class Scheduler:
             self._place(self._no_slot.pop(next(iter(self._no_slot))))
 
     def _place(self, running: _Running) -> None:
-        """Files a sequence where its next token comes from: one that samples with one token to go is a decode."""
-        sequence_id = running.sequence.sequence_id
+        """A sequence with a slot and one token to go is a decode, be it a drawn token or the last of the prompt."""
         if running.pending == 1 and not running.sequence.prefill_only:
-            self._prompts.pop(sequence_id, None)
-            self._decodes[sequence_id] = running
-        elif sequence_id not in self._prompts:
-            self._prompts[sequence_id] = running
+            self._decodes[running.sequence.sequence_id] = running
 
-    def _item(self, running: _Running, tokens: int) -> StepItem:
+    def _item(self, running: _Running, tokens: int, *, prefill: bool) -> StepItem:
         sequence = running.sequence
         start = running.computed
         prompt = sequence.token_ids[start : start + tokens]
         token_ids = prompt if running.last_token is None else (running.last_token,)
         sample = not sequence.prefill_only and start + tokens >= sequence.target
-        return StepItem(sequence.sequence_id, start, token_ids, sample, sequence.sequence_id in self._prompts)
+        return StepItem(sequence.sequence_id, start, token_ids, sample, prefill)
 
     def _finish_reason(self, running: _Running) -> FinishReason | None:
         sequence = running.sequence
@@ -316,7 +311,6 @@ class Scheduler:
         if self._no_slot.pop(sequence_id, None) is None and not running.sequence.prefill_only:
             self._slots_used -= 1
         self._decodes.pop(sequence_id, None)
-        self._prompts.pop(sequence_id, None)
         if running.started:
             self._releases.append(sequence_id)
         return Finished(sequence_id, reason)

@@ -1,0 +1,81 @@
+"""A model of `baton_model` as the model process runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from baton_engine.errors import SpecInvalid
+from baton_engine.fingerprint import fingerprint
+from baton_engine.messages import EngineSpec
+from baton_engine.runner import Batch, ModelFacts, Progress
+from baton_kv.layout import PageLayout
+from baton_model.batch import ForwardBatch
+from baton_model.cache import KvCache
+from baton_model.loaders import load_model as load_weights
+from baton_model.model import Model
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(spec: EngineSpec, progress: Progress) -> BatonRunner:
+    """Loads the checkpoint at `spec.model_path`. Raises baton_model's typed errors, SpecInvalid, OSError."""
+    if spec.ranks != 1:
+        raise SpecInvalid(f"ranks is {spec.ranks}; a model of one rank is all that can be loaded", ranks=spec.ranks)
+    path = Path(spec.model_path)
+    model = load_weights(path, spec.dtype)
+    progress("fingerprint", 1.0)
+    return BatonRunner(model, path.name.removesuffix(".gguf"), fingerprint(path), _DTYPES[spec.dtype])
+
+
+class BatonRunner:
+    """See `runner.ModelRunner`."""
+
+    def __init__(self, model: Model, name: str, identity: str, dtype: torch.dtype) -> None:
+        config = model.config
+        self.facts = ModelFacts(
+            model=name,
+            fingerprint=identity,
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            rank_kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            max_model_len=config.context_length,
+        )
+        self._model = model
+        self._dtype = dtype
+        self._cache: KvCache | None = None
+
+    def bind(self, memory: memoryview, layout: PageLayout) -> None:
+        if layout.order == "MLA":
+            raise SpecInvalid("the order MLA is of latent caches; this model has keys and values: HND or NHD")
+        self._cache = KvCache(
+            memory,
+            order=layout.order,
+            layers=layout.layers,
+            pages=layout.pages,
+            page_size=layout.page_size,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            dtype=self._dtype,
+        )
+
+    def forward(self, batch: Batch, on_layer: Callable[[int], None]) -> torch.Tensor:
+        assert self._cache is not None
+        hidden = self._model.forward(
+            ForwardBatch(
+                torch.tensor(batch.token_ids),
+                torch.tensor(batch.positions),
+                batch.query_lens,
+                batch.context_lens,
+                batch.page_tables,
+            ),
+            self._cache,
+            on_layer,
+        )
+        # Nothing to sample: nothing to multiply with the largest matrix of the model.
+        return self._model.logits(hidden[batch.sampled]) if batch.sampled else hidden.new_empty((0, 0))

@@ -1,0 +1,156 @@
+"""Runs forward steps: keeps the sequences, builds batches, moves the layer counter, samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from baton_engine.errors import SequenceInvalid, SpecInvalid
+from baton_engine.messages import ELEMENT_SIZES, EngineSpec, SequenceStart, StepItem, StepPlan, StepResult
+from baton_engine.runner import Batch, ModelFacts, ModelRunner
+from baton_engine.sampler import Draw, sample
+from baton_kv.layout import PageLayout
+from baton_memory import LayerCounter, SharedMemory
+
+
+def cache_layout(spec: EngineSpec, facts: ModelFacts) -> PageLayout:
+    """The cache of one rank as the spec wants it. Raises SpecInvalid."""
+    if (spec.kv_bytes is None) == (spec.pages is None):
+        raise SpecInvalid(f"kv_bytes is {spec.kv_bytes} and pages is {spec.pages}; exactly one must be given")
+    one_page = PageLayout(
+        order=spec.order,
+        layers=facts.layers,
+        pages=1,
+        page_size=spec.page_size,
+        kv_heads=facts.rank_kv_heads,
+        head_dim=facts.head_dim,
+        element_size=ELEMENT_SIZES[spec.dtype],
+    )
+    pages = spec.pages if spec.pages is not None else (spec.kv_bytes or 0) // one_page.region_bytes
+    if pages < 1:
+        raise SpecInvalid(
+            f"room for {pages} pages: kv_bytes is {spec.kv_bytes}, pages is {spec.pages}; "
+            f"a page of all layers takes {one_page.region_bytes} bytes",
+            page_bytes=one_page.region_bytes,
+        )
+    return dataclasses.replace(one_page, pages=pages)
+
+
+class Executor:
+    """One rank's model, cache and layer counter. `counter` goes from `step * layers` to `(step + 1) * layers`."""
+
+    def __init__(self, runner: ModelRunner, layout: PageLayout) -> None:
+        """Allocates the cache. Raises OSError if there is no memory for it."""
+        self.layout = layout
+        self.memory = SharedMemory.create("baton-kv", layout.region_bytes)
+        self.counter = LayerCounter.create()
+        self._runner = runner
+        self._sequences: dict[int, SequenceStart] = {}
+        runner.bind(self.memory.buffer, layout)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Ids of the sequences that were started and not released."""
+        return tuple(self._sequences)
+
+    def warm_up(self) -> None:
+        """Runs a short prompt and a decode through page 0, before anything lives there: the first pass is slower."""
+        for tokens in (min(self.layout.page_size, 16), 1):
+            self._runner.forward(
+                Batch([0] * tokens, range(tokens), [tokens], [tokens], [[0]], [tokens - 1]), lambda layer: None
+            )
+
+    def run(self, plan: StepPlan, started_ns: int) -> StepResult:
+        """Runs a step. Raises whatever the model raises, SequenceInvalid, NonFiniteLogits.
+
+        After a failure the counter stands at the last layer that was written, so that nothing of the step that was
+        not computed is taken for computed; the next step begins by moving it past the failed one.
+        """
+        layers = self.layout.layers
+        for sequence_id in plan.releases:
+            self._sequences.pop(sequence_id, None)
+        for start in plan.starts:
+            self._sequences[start.sequence_id] = start
+        base = plan.step * layers
+        if self.counter.value() < base:
+            self.counter.advance(base)
+        batch = self._batch(plan)
+        layer_ends: list[int] = []
+        forward_ns = time.monotonic_ns()
+        logits = self._runner.forward(batch, self._on_layer(plan, base, layer_ends))
+        if self.counter.value() < base + layers:
+            self.counter.advance(base + layers)
+        forwarded_ns = time.monotonic_ns()
+        draws = [
+            Draw(sampling, item.end)
+            for item in plan.items
+            if item.sample and (sampling := self._sequences[item.sequence_id].sampling) is not None
+        ]
+        tokens, logprobs = sample(logits, draws) if draws else ((), ())
+        return StepResult(
+            plan.step,
+            tokens,
+            logprobs,
+            started_ns,
+            forward_ns,
+            forwarded_ns,
+            time.monotonic_ns(),
+            tuple(layer_ends),
+        )
+
+    def _on_layer(self, plan: StepPlan, base: int, layer_ends: list[int]) -> Callable[[int], None]:
+        # Pages leave during a step only if it prefills for another worker. Other steps ring once, at their end: each
+        # ring wakes the agent, on what may be this process's own core.
+        if not any(self._sequences[item.sequence_id].sampling is None for item in plan.items):
+            return lambda layer: layer_ends.append(time.monotonic_ns())
+
+        def on_layer(layer: int) -> None:
+            layer_ends.append(time.monotonic_ns())
+            self.counter.advance(base + layer + 1)
+
+        return on_layer
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        sampled: list[int] = []
+        page_tables: list[tuple[int, ...]] = []
+        page_size = self.layout.page_size
+        for item in plan.items:
+            pages = self._pages(item)
+            token_ids += item.token_ids
+            positions += range(item.start, item.end)
+            page_tables.append(pages[: -(-item.end // page_size)])
+            if item.sample:
+                sampled.append(len(token_ids) - 1)
+        return Batch(
+            token_ids,
+            positions,
+            [len(item.token_ids) for item in plan.items],
+            [item.end for item in plan.items],
+            page_tables,
+            sampled,
+        )
+
+    def _pages(self, item: StepItem) -> tuple[int, ...]:
+        """The sequence's pages, checked: a wrong one would write into another's memory."""
+        start = self._sequences.get(item.sequence_id)
+        if start is None:
+            raise SequenceInvalid(
+                f"sequence {item.sequence_id} was never started, or is released", sequence=item.sequence_id
+            )
+        if not item.token_ids or item.start < 0 or item.end > len(start.pages) * self.layout.page_size:
+            raise SequenceInvalid(
+                f"sequence {item.sequence_id}: positions {item.start} to {item.end} don't fit its "
+                f"{len(start.pages)} pages of {self.layout.page_size} tokens",
+                sequence=item.sequence_id,
+            )
+        if not all(0 <= page < self.layout.pages for page in start.pages):
+            raise SequenceInvalid(
+                f"sequence {item.sequence_id} names a page outside 0 to {self.layout.pages - 1}",
+                sequence=item.sequence_id,
+            )
+        if item.sample and start.sampling is None:
+            raise SequenceInvalid(f"sequence {item.sequence_id} is prefill-only and can't sample", step=item.start)
+        return start.pages
