@@ -77,10 +77,12 @@ class InboxLife:
         """The counter exists; the descriptor may go to the sender unless `stage` is CLOSED now."""
         if self.stage is not Stage.OPENING:
             raise LifeError("opened", self.stage.value)
-        if self._cause is not None:
-            return self._finish(Proof.QUIESCED)
+        if not self._trusted:
+            return self._fence()
         if self._full:
             return self._finish(Proof.FULL)
+        if self._cause is not None:
+            return self._finish(Proof.QUIESCED)
         self.stage = Stage.RECEIVING
         return []
 
