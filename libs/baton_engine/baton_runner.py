@@ -8,16 +8,14 @@ from pathlib import Path
 import torch
 
 from baton_engine.errors import SpecInvalid
-from baton_engine.fingerprint import fingerprint
 from baton_engine.messages import EngineSpec
 from baton_engine.runner import Batch, ModelFacts, Progress
 from baton_kv.layout import PageLayout
 from baton_model.batch import ForwardBatch
 from baton_model.cache import KvCache
+from baton_model.fingerprint import fingerprint
 from baton_model.loaders import load_model as load_weights
 from baton_model.model import Model
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(spec: EngineSpec, progress: Progress) -> BatonRunner:
@@ -27,13 +25,13 @@ def load_model(spec: EngineSpec, progress: Progress) -> BatonRunner:
     path = Path(spec.model_path)
     model = load_weights(path, spec.dtype)
     progress("fingerprint", 1.0)
-    return BatonRunner(model, path.name.removesuffix(".gguf"), fingerprint(path), _DTYPES[spec.dtype])
+    return BatonRunner(model, path.name.removesuffix(".gguf"), fingerprint(path))
 
 
 class BatonRunner:
     """See `runner.ModelRunner`."""
 
-    def __init__(self, model: Model, name: str, identity: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, name: str, identity: str) -> None:
         config = model.config
         self.facts = ModelFacts(
             model=name,
@@ -47,7 +45,6 @@ class BatonRunner:
             max_model_len=config.context_length,
         )
         self._model = model
-        self._dtype = dtype
         self._cache: KvCache | None = None
 
     def bind(self, memory: memoryview, layout: PageLayout) -> None:
@@ -61,7 +58,7 @@ class BatonRunner:
             page_size=layout.page_size,
             kv_heads=layout.kv_heads,
             head_dim=layout.head_dim,
-            dtype=self._dtype,
+            dtype=self._model.dtype,
         )
 
     def forward(self, batch: Batch, on_layer: Callable[[int], None]) -> torch.Tensor:

@@ -22,6 +22,11 @@ from baton_engine.messages import PositionLogprobs, Sampling, TokenLogprob
 # Inverse-CDF search runs over sums of blocks, then inside one block: a running sum over all of 49,152 weights in
 # float64 costs ten times as much, and one in float32 loses the tail.
 _BLOCK = 256
+# Rows that are worked on at a time. 32 rows of 49,152 at once take 6 MB an operation, which the allocator takes from
+# the kernel and gives back each time: 9.5 ms for a draw, against 1.6 so.
+_ROWS = 8
+# Below it the best token has all the mass anyway, and above it logits stay finite when divided by it.
+_LEAST_TEMPERATURE = 1e-5
 _MASK = 2**64 - 1
 
 
@@ -41,12 +46,11 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[tuple[int, ...]
     """
     if not bool(logits.amax(dim=-1).isfinite().all()):
         raise NonFiniteLogits("the largest logit of a row is NaN or infinite")
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    if random:
-        # Indexing copies: a batch without greedy rows is used as it is.
-        rows = logits if len(random) == len(draws) else logits[random]
-        for row, token in zip(random, _sample_random(rows, [draws[row] for row in random]), strict=True):
+    tokens: list[int] = logits.argmax(dim=-1).tolist() if len(random) < len(draws) else [0] * len(draws)
+    for start in range(0, len(random), _ROWS):
+        rows = random[start : start + _ROWS]
+        for row, token in zip(rows, _sample_random(logits[rows], [draws[row] for row in rows]), strict=True):
             tokens[row] = token
     return tuple(tokens), _logprobs(logits, draws, tokens)
 
@@ -66,10 +70,8 @@ def _mix(value: int) -> int:
 
 
 def _sample_random(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    temperatures = torch.tensor([draw.sampling.temperature for draw in draws], dtype=torch.float32)
-    # The maximum goes first, so that a tiny temperature can't overflow.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.unsqueeze(-1)
-    weights = scaled.softmax(dim=-1)
+    temperatures = torch.tensor([max(draw.sampling.temperature, _LEAST_TEMPERATURE) for draw in draws])
+    weights = (logits / temperatures.unsqueeze(-1)).softmax(dim=-1)
     tokens = [0] * len(draws)
     pending = list(range(len(draws)))
     limits = _limits(weights, draws)
@@ -137,19 +139,17 @@ def _last_step(running: torch.Tensor) -> torch.Tensor:
 def _logprobs(
     logits: torch.Tensor, draws: Sequence[Draw], tokens: Sequence[int]
 ) -> tuple[PositionLogprobs | None, ...]:
-    rows = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
-    if not rows:
+    wanted = [row for row, draw in enumerate(draws) if draw.sampling.logprobs is not None]
+    if not wanted:
         return ()
-    logprobs = logits[rows].log_softmax(dim=-1)
-    most = min(max(draws[row].sampling.logprobs or 0 for row in rows), logits.shape[-1])
-    best = logprobs.topk(most)
     found: list[PositionLogprobs | None] = [None] * len(draws)
-    for index, row in enumerate(rows):
-        count = min(draws[row].sampling.logprobs or 0, most)
-        ids = best.indices[index, :count].tolist()
-        values = best.values[index, :count].tolist()
-        found[row] = PositionLogprobs(
-            TokenLogprob(tokens[row], float(logprobs[index, tokens[row]])),
-            tuple(TokenLogprob(token, value) for token, value in zip(ids, values, strict=True)),
-        )
+    for start in range(0, len(wanted), _ROWS):
+        rows = wanted[start : start + _ROWS]
+        logprobs = logits[rows].log_softmax(dim=-1)
+        for row, values in zip(rows, logprobs, strict=True):
+            best = values.topk(min(draws[row].sampling.logprobs or 0, len(values)))
+            found[row] = PositionLogprobs(
+                TokenLogprob(tokens[row], float(values[tokens[row]])),
+                tuple(map(TokenLogprob, best.indices.tolist(), best.values.tolist())),
+            )
     return tuple(found)
