@@ -14,7 +14,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cluster import Cluster, running_cluster  # noqa: E402
+from cluster import Cluster, running_cluster
 
 BAR_PERCENT = 3.0
 

@@ -21,8 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cluster import Answer, Cluster, running_cluster  # noqa: E402
-from statistics_of import percentile, summary  # noqa: E402
+from statistics_of import percentile, summary
+
+from cluster import Answer, Cluster, running_cluster
 
 STREAM_PROMPT_TOKENS = 64
 LAYOUTS = ("disaggregated", "colocated")

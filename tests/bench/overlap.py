@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from baton.v1 import agent_pb2
+
 from baton_config.models import resolve_model
 from baton_engine.client import EngineClient
 from baton_engine.messages import EngineSpec, StepResult
@@ -29,7 +30,7 @@ from baton_worker.agent_session import AgentSession
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cluster import Cluster  # noqa: E402
+from cluster import Cluster
 
 PROMPT_TOKENS = 2000
 CHUNK_TOKENS = 512

@@ -25,7 +25,7 @@ from baton_engine.scheduler import Finished, Scheduler, Sequence
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cluster import running_cluster  # noqa: E402
+from cluster import running_cluster
 
 PROMPT_TOKENS = 1024
 CHUNK_TOKENS = 512
