@@ -26,8 +26,8 @@ class RestartLimitExceeded(Exception):
     status = "INTERNAL"
     reason = "RESTART_LIMIT"
 
-    def __init__(self, child: str, restarts: int, period: float) -> None:
-        super().__init__(f"{child} failed again after {restarts} restarts within {period:g} s")
+    def __init__(self, child: str, restarts: int, period: float, last: BaseException) -> None:
+        super().__init__(f"{child} failed again after {restarts} restarts within {period:g} s: {last}")
         self.fields = {"child": child, "restarts": str(restarts), "period_s": f"{period:g}"}
 
 
@@ -119,23 +119,30 @@ class Supervisor:
                 await self._children[name].join()
                 logger.info("%s: %s ended", self.name, name)
                 return
-            except Exception:
-                logger.exception("%s: %s failed", self.name, name)
+            except Exception as error:
+                last = error
+                self._log(name, "failed", error)
             while True:
                 delay = policy.delay(time.monotonic())
                 if delay is None:
-                    await self._escalate(RestartLimitExceeded(name, policy.limit, policy.period))
+                    await self._escalate(RestartLimitExceeded(name, policy.limit, policy.period, last))
                     return
                 await asyncio.sleep(delay * random.uniform(0.8, 1.2))
                 successor = factory()
                 try:
                     await successor.start()
-                except Exception:
-                    logger.exception("%s: %s failed to start again", self.name, name)
+                except Exception as error:
+                    last = error
+                    self._log(name, "failed to start again", error)
                     continue
                 self._children[name] = successor
                 logger.warning("%s: %s runs again", self.name, name)
                 break
+
+    def _log(self, child: str, what: str, error: Exception) -> None:
+        # A typed error says all there is to say; only the unexpected needs its traceback.
+        unexpected = None if hasattr(error, "reason") else error
+        logger.error("%s: %s %s: %s", self.name, child, what, error, exc_info=unexpected)
 
     async def _escalate(self, error: RestartLimitExceeded) -> None:
         await self._stop_children()
