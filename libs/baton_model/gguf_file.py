@@ -79,6 +79,9 @@ class GgufFile:
         """Where each tensor's data begins, bytes from the start of the file."""
         return [int(tensor.data_offset) for tensor in self._tensors.values()]
 
+    def __len__(self) -> int:
+        return len(self._tensors)
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
@@ -118,6 +121,9 @@ class GgufWeights(WeightSource):
             raise InvalidConfig(f"{file.path}: the gguf library knows no architecture {file.architecture!r}")
         self._names = get_tensor_name_map(architectures[file.architecture], layers)
         self._heads = {"q": heads, "k": kv_heads} if interleaved_rotary else {}
+
+    def __len__(self) -> int:
+        return len(self._file)
 
     def __contains__(self, name: str) -> bool:
         found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))

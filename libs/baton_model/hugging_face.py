@@ -47,6 +47,9 @@ class SafetensorsWeights(WeightSource):
             files = dict.fromkeys(self._file(files).keys(), files)
         self._files = files
 
+    def __len__(self) -> int:
+        return len(self._files)
+
     def __contains__(self, name: str) -> bool:
         return name in self._files
 

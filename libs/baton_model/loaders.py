@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -32,8 +33,10 @@ def load_config(path: str | Path) -> ModelConfig:
     return _open_gguf(path)[1]
 
 
-def load_model(path: str | Path, dtype: DtypeName, device: str = "cpu") -> Model:
-    """Loads a model with its weights in `dtype`.
+def load_model(
+    path: str | Path, dtype: DtypeName, device: str = "cpu", progress: Callable[[float], None] | None = None
+) -> Model:
+    """Loads a model with its weights in `dtype`. `progress` is told the share of the weights that are loaded.
 
     Raises what `load_config` raises, and `MissingTensor`, `WrongShape`, `UnsupportedTensorType`.
     """
@@ -55,7 +58,7 @@ def load_model(path: str | Path, dtype: DtypeName, device: str = "cpu") -> Model
             kv_heads=config.kv_heads,
             interleaved_rotary=family.gguf_interleaved_rotary,
         )
-    return family.build(config, WeightReader(source, DTYPES[dtype], torch.device(device)), CpuAttention())
+    return family.build(config, WeightReader(source, DTYPES[dtype], torch.device(device), progress), CpuAttention())
 
 
 def _open_directory(path: Path) -> tuple[Family, ModelConfig]:
