@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -29,6 +30,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def make_prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Token ids that mean nothing, the same for the same arguments."""
+    rng = random.Random(seed * 100_003 + tokens)
+    return [rng.randrange(1000, 40_000) for _ in range(tokens)]
 
 
 async def eventually(

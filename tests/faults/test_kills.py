@@ -1,0 +1,110 @@
+"""SIGKILL of each part of the prefill side while a prompt is in transfer; a second prefill worker is there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import psutil
+import pytest
+import pytest_asyncio
+
+from cluster import Answer, Cluster, eventually, make_prompt, running_cluster
+
+PROMPT_TOKENS = 1500
+NEW_TOKENS = 8
+SETTINGS = {
+    "BATON_PREFILL__CHUNK_TOKENS": "128",
+    "BATON_DECODE__CHUNK_TOKENS": "128",
+    "BATON_PREFILL__THREADS": "1",
+    "BATON_DECODE__THREADS": "1",
+}
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    async with running_cluster(prefill=2, settings=SETTINGS) as cluster:
+        yield cluster
+
+
+async def in_transfer(cluster: Cluster) -> str:
+    """Waits until pages of the one running request are on their way; the prefill worker that sends them."""
+    found = ""
+
+    async def sending() -> bool:
+        nonlocal found
+        for name in ("prefill-0", "prefill-1"):
+            samples = await cluster.metrics(f"agent-{name}")
+            if samples["baton_agent_open_transfers"]:
+                found = name
+                return True
+        return False
+
+    await eventually(sending, 20, "a transfer", interval=0.02)
+    written = (await cluster.metrics(f"agent-{found}"))["baton_agent_fabric_bytes_total"]
+
+    async def moving() -> bool:
+        return (await cluster.metrics(f"agent-{found}"))["baton_agent_fabric_bytes_total"] > written
+
+    await eventually(moving, 20, "bytes on their way", interval=0.02)
+    return found
+
+
+async def ask(cluster: Cluster) -> Answer | grpc.aio.AioRpcError:
+    try:
+        return await cluster.generate(make_prompt(PROMPT_TOKENS), max_tokens=NEW_TOKENS, timeout=60)
+    except grpc.aio.AioRpcError as error:
+        return error
+
+
+def check(outcome: Answer | grpc.aio.AioRpcError, expected: list[int]) -> None:
+    """The right tokens, or a typed error."""
+    if isinstance(outcome, Answer):
+        assert outcome.token_ids == expected
+    else:
+        assert outcome.code() is grpc.StatusCode.UNAVAILABLE
+        details = dict(outcome.trailing_metadata() or ())
+        assert "grpc-status-details-bin" in details, "a typed error carries its reason"
+
+
+@pytest.mark.parametrize("part", ["worker", "model process", "agent"])
+async def test_a_killed_part_costs_nobody_but_itself(cluster: Cluster, part: str) -> None:
+    expected = (await cluster.generate(make_prompt(PROMPT_TOKENS), max_tokens=NEW_TOKENS)).token_ids
+    await cluster.at_rest(5)
+    decode = cluster.services["decode-0"].pid
+    request = asyncio.create_task(ask(cluster))
+    victim = await in_transfer(cluster)
+    killed = {
+        "worker": lambda: cluster.services[victim].kill(),
+        "model process": lambda: cluster.services[victim].model_process().kill(),
+        "agent": lambda: cluster.services[f"agent-{victim}"].kill(),
+    }[part]
+    agent = psutil.Process(cluster.services[f"agent-{victim}"].pid)
+    killed()
+    at = time.monotonic()
+    outcome = await asyncio.wait_for(request, 40)
+    survivors_compute = PROMPT_TOKENS / 150  # seconds for the second worker to compute it again on a busy core
+    assert time.monotonic() - at < 10 + survivors_compute
+    check(outcome, expected)
+    assert cluster.services["decode-0"].pid == decode and cluster.services["decode-0"].running
+    if part != "agent":
+        assert agent.is_running(), "the agent outlives the model process and the worker"
+    if part == "worker":
+        cluster.services[victim].start()
+    elif part == "agent":
+        cluster.services[f"agent-{victim}"].start()
+    await cluster.ready(3, timeout=60)
+    await cluster.at_rest(5)
+
+    async def serves_again() -> bool:
+        answer = await cluster.generate(make_prompt(PROMPT_TOKENS), max_tokens=NEW_TOKENS)
+        assert answer.token_ids == expected
+        assert answer.timeline is not None
+        return answer.timeline.prefill_worker == victim
+
+    await eventually(serves_again, 60, f"{victim} serves again")
+    await cluster.at_rest(5)
