@@ -78,17 +78,16 @@ async def test_a_killed_part_costs_nobody_but_itself(cluster: Cluster, part: str
     decode = cluster.services["decode-0"].pid
     request = asyncio.create_task(ask(cluster))
     victim = await in_transfer(cluster)
-    killed = {
-        "worker": lambda: cluster.services[victim].kill(),
-        "model process": lambda: cluster.services[victim].model_process().kill(),
-        "agent": lambda: cluster.services[f"agent-{victim}"].kill(),
+    kill = {
+        "worker": cluster.services[victim].kill,
+        "model process": cluster.services[victim].model_process().kill,
+        "agent": cluster.services[f"agent-{victim}"].kill,
     }[part]
     agent = psutil.Process(cluster.services[f"agent-{victim}"].pid)
-    killed()
+    kill()
     at = time.monotonic()
     outcome = await asyncio.wait_for(request, 40)
-    survivors_compute = PROMPT_TOKENS / 150  # seconds for the second worker to compute it again on a busy core
-    assert time.monotonic() - at < 10 + survivors_compute
+    assert time.monotonic() - at < 10
     check(outcome, expected)
     assert cluster.services["decode-0"].pid == decode and cluster.services["decode-0"].running
     if part != "agent":

@@ -22,7 +22,8 @@ TEXT = (
     "The lighthouse keeper wrote every evening, whatever the weather: the hour, the wind, the ships that had passed. "
     "On the 3rd of March, 1911, he counted 42 sails before noon and none after it. Why? He did not say. Water boils "
     "at 100 degrees at sea level; higher up it boils sooner. A function f is continuous at x if for every epsilon "
-    "there is a delta.\n\n1. Mix the flour and the butter.\n2. Add two eggs.\n\n\tdef area(r):\n\t\treturn 3.14159 * r ** 2\n"
+    "there is a delta.\n\n1. Mix the flour and the butter.\n2. Add two eggs.\n\n\tdef area(r):\n"
+    "\t\treturn 3.14159 * r ** 2\n"
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -54,8 +55,8 @@ def check(prompt: list[int], answer: Answer) -> None:
     for position, (token, ours) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
         margin = float(best[position, 0] - best[position, 1])
         assert token == int(choice[position, 0]) or margin < TOLERANCE, (
-            f"prompt of {len(prompt)}: token {position} is {token}, the reference's {int(choice[position, 0])} leads by "
-            f"{margin:.2e}"
+            f"prompt of {len(prompt)}: token {position} is {token}; the reference's {int(choice[position, 0])} leads "
+            f"by {margin:.2e}"
         )
         assert ours.sampled.token_id == token
         for entry in [ours.sampled, *ours.top]:
