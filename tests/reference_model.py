@@ -59,9 +59,10 @@ class ReferenceModel:
         self.model = model.eval()
 
     @torch.inference_mode()
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Float32 `[len(token_ids), vocab]`: row i is what follows token i (teacher-forced)."""
-        return self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    def logits(self, token_ids: Sequence[int], last: int = 0) -> torch.Tensor:
+        """Float32 `[len(token_ids), vocab]`: row i is what follows token i (teacher-forced). With `last`, that many
+        rows from the end only: a row takes 200 KB."""
+        return self.model(torch.tensor([list(token_ids)]), use_cache=False, logits_to_keep=last).logits[0]
 
     @torch.inference_mode()
     def greedy(self, prompt_ids: Sequence[int], n: int) -> list[int]:
