@@ -93,6 +93,12 @@ class HandoffServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
+    def drop(self, connection: int) -> None:
+        """Ends one connection, if it is still there."""
+        entry = self._connections.get(connection)
+        if entry is not None:
+            entry[1].cancel()
+
     async def close_all(self) -> None:
         """Ends every connection; on_closed has been called for each when this returns."""
         tasks = [task for _, task in self._connections.values()]

@@ -140,7 +140,7 @@ class DecodeMetrics(WorkerMetrics):
 
 
 class AgentMetrics(_Catalogue):
-    """``outcome`` of a transfer: done, failed, cancelled; of an inbox: full, quiesced, fenced, failed."""
+    """``outcome`` of a transfer: done, failed, cancelled; of an inbox: full, quiesced, fenced."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         super().__init__("agent", registry)
@@ -152,7 +152,12 @@ class AgentMetrics(_Catalogue):
         self.transfers = self._counter("transfers_total", "Transfers that ended at the sender", "outcome")
         self.open_inboxes = self._gauge("open_inboxes", "Transfers being received")
         self.inboxes = self._counter("inboxes_total", "Inboxes that were closed", "outcome")
-        self.fences = self._counter("fences_total", "Receiving endpoints closed to rule out further writes")
+        self.fences = self._counter("fences_total", "Receiving endpoints closed to rule out further writes", "reason")
+        self.quarantined_inboxes = self._gauge(
+            "quarantined_inboxes", "Inboxes that are to end, but may still be written, by what they wait for", "stage"
+        )
+        self.oldest_quarantine_seconds = self._gauge("oldest_quarantine_seconds", "Age of the oldest such inbox")
+        self.heartbeat_misses = self._counter("heartbeat_misses_total", "Heartbeats that other agents did not answer")
         self.refused = self._counter("refused_total", "Calls refused", "reason")
         self.transfer_seconds = self._histogram(
             "transfer_seconds", "First write posted to last local completion", TRANSFER_BUCKETS
@@ -176,12 +181,18 @@ FABRIC_COUNTERS: dict[str, str] = {
     "bytes": "Bytes written to other agents",
     "writes": "Writes posted",
     "extents": "Extents carried by the writes",
-    "eagain": "Posts put off because the provider's queue was full",
-    "immediates": "Immediates received",
-    "stale_immediates": "Immediates whose generation was not the slot's",
-    "violations": "Immediates with more extents than expected",
     "completions": "Local completions",
-    "completion_errors": "Completions with an error",
+    "delivery_completions": "Completions that prove delivery",
+    "write_errors": "Completions with an error",
+    "eagain": "Posts put off because the provider's queue was full",
+    "peers_failed": "Sending endpoints closed because of an error",
+    "immediates": "Immediates received",
+    "extents_received": "Extents that the immediates carried",
+    "stale_immediates": "Immediates whose generation was not the slot's",
+    "misdirected_immediates": "Immediates on an endpoint that is not the inbox's",
+    "violations": "Immediates with more extents than expected",
+    "late_chunks": "Chunk plans for transfers that had ended",
+    "receive_errors": "Errors on receiving endpoints",
     "wakeups": "Times the progress thread woke up",
 }
 

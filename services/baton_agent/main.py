@@ -1,0 +1,58 @@
+"""The transfer agent's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from baton_actors import serve_until_signalled
+from baton_config import Settings
+from baton_rpc import TlsFiles
+from baton_telemetry.exposition import MetricsServer
+
+from .options import AgentOptions
+from .service import Addresses, TransferAgentService
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["TransferAgentService", "run"]
+
+
+async def run(settings: Settings) -> None:
+    """Serves until SIGINT or SIGTERM. Raises what made it impossible to start or to go on."""
+    # The native library is loaded here and not on import, so that `baton --help` needs none.
+    from baton_fabric._native import Engine
+
+    agent, tls = settings.agent, settings.tls
+    if agent.cpus:
+        os.sched_setaffinity(0, agent.cpus)
+    files = None
+    if tls.certificate is not None and tls.key is not None and tls.authority is not None:
+        files = TlsFiles(tls.certificate, tls.key, tls.authority)
+    engine = Engine(
+        provider=agent.transport, node=agent.node, spin=agent.spin, post_timeout_ms=int(agent.post_timeout_s * 1000)
+    )
+    try:
+        # What both sides must share is the provider, not the name that chose it.
+        service = TransferAgentService(
+            engine,
+            engine.provider,
+            agent.node,
+            Addresses(agent.socket, str(agent.handoff), agent.control, agent.advertise_host),
+            AgentOptions(heartbeat_interval=agent.heartbeat_s),
+            tls=files,
+            allow_insecure=tls.allow_insecure,
+        )
+        metrics = MetricsServer(service.metrics.registry, service.problem)
+        try:
+            await service.start()
+            await metrics.start(agent.metrics)
+            await serve_until_signalled(service.failed)
+        finally:
+            await service.stop()
+            await metrics.stop()
+    finally:
+        await asyncio.to_thread(engine.close)
+    if service.failed.done():
+        raise service.failed.result()

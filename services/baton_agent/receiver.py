@@ -1,0 +1,418 @@
+"""The receiving side: inboxes, their slots, and the endpoints over which other agents write."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.v1 import agent_pb2, common_pb2
+
+from baton_actors import Actor, handles
+from baton_fabric.errors import FabricError
+from baton_kv.immediate import wire_generation
+from baton_kv.transfer.inbox import Action, AskStop, Fence, InboxLife, Reusable, Stage
+from baton_kv.transfer.outcome import Ended, Outcome, Proof
+from baton_kv.transfer.slots import SlotKey, SlotNotInUse, SlotTable
+from baton_telemetry.metrics import AgentMetrics
+
+from .errors import FenceFailed, StaleDescriptor, UnknownInbox, UnknownSession
+from .fabric import Fabric, FabricEvents
+from .options import AgentOptions
+from .peers import PeerLost, Peers, Watch
+from .session import SessionView
+from .wire import INBOX_VERSION, Peer, layout_message, sharding_message
+
+logger = logging.getLogger(__name__)
+
+# Where an inbox is to end, but may still be written.
+QUARANTINE = (Stage.STOP_REQUESTED, Stage.FENCING, Stage.UNPROVEN)
+
+
+@dataclass(frozen=True)
+class AddSession:
+    view: SessionView
+
+
+@dataclass(frozen=True)
+class EndSession:
+    """Answered with a future that resolves when no write can touch the session's memory any more."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class OpenInbox:
+    """Answered with the InboxDescriptor."""
+
+    session: int
+    sender: Peer
+    expected: int
+
+
+@dataclass(frozen=True)
+class CloseInbox:
+    """Answered with a future of a Proof, which may fail with FenceFailed."""
+
+    session: int
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """What a sending agent said about one of its transfers."""
+
+    sender: int
+    slot: int
+    generation: int
+    reason: str
+    quiesced: bool
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time for what nobody asks for: fences that failed, endpoints that nobody uses."""
+
+
+@dataclass(frozen=True)
+class _StopAnswered:
+    key: SlotKey
+    quiesced: bool
+
+
+@dataclass(frozen=True)
+class _FenceEnded:
+    endpoint: int
+    closed: bool
+
+
+@dataclass
+class _Endpoint:
+    """A receiving endpoint for one incarnation of a sending agent."""
+
+    number: int
+    address: bytes
+    sender: Peer
+    inboxes: set[SlotKey] = field(default_factory=set)
+    fencing: bool = False
+    used: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class _Inbox:
+    key: SlotKey
+    session: SessionView
+    endpoint: _Endpoint
+    life: InboxLife = field(default_factory=InboxLife)
+    waiting: list[asyncio.Future[Proof]] = field(default_factory=list)
+    full: Any = None
+    # When its quarantine began, 0 before.
+    since: float = 0.0
+
+
+class Receiver(Actor):
+    """Owns every inbox. No handler waits: what takes time runs beside it and comes back as a message."""
+
+    def __init__(
+        self,
+        agent: common_pb2.AgentDescriptor,
+        fabric: Fabric,
+        peers: Peers,
+        options: AgentOptions,
+        metrics: AgentMetrics,
+    ) -> None:
+        super().__init__("receiver")
+        self._agent = agent
+        self._fabric = fabric
+        self._peers = peers
+        self._options = options
+        self._metrics = metrics
+        self._slots = SlotTable(options.slots)
+        self._sessions: dict[int, SessionView] = {}
+        self._leaving: dict[int, asyncio.Future[None]] = {}
+        self._inboxes: dict[SlotKey, _Inbox] = {}
+        # By slot, as the engine names inboxes: it knows 8 bits of the generation only.
+        self._by_slot: dict[int, _Inbox] = {}
+        self._endpoints: dict[int, _Endpoint] = {}
+        self._healthy: dict[int, _Endpoint] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- what others may read -------------------------------------------------------------------------------------
+
+    def needs(self, incarnation: int) -> bool:
+        """Whether that agent may be writing here."""
+        return any(inbox.endpoint.sender.incarnation == incarnation for inbox in self._inboxes.values())
+
+    @property
+    def open_inboxes(self) -> int:
+        return len(self._inboxes)
+
+    def quarantined(self, stage: Stage) -> int:
+        """Inboxes that are to end, but may still be written, in one stage of QUARANTINE."""
+        return sum(inbox.life.stage is stage for inbox in self._inboxes.values())
+
+    def oldest_quarantine(self) -> float:
+        """Seconds."""
+        since = [inbox.since for inbox in self._inboxes.values() if inbox.life.stage in QUARANTINE]
+        return time.monotonic() - min(since) if since else 0.0
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    @handles
+    async def add_session(self, message: AddSession) -> None:
+        self._sessions[message.view.session] = message.view
+
+    @handles
+    async def end_session(self, message: EndSession) -> asyncio.Future[None]:
+        self._sessions.pop(message.session, None)
+        gone = self._leaving.setdefault(message.session, asyncio.get_running_loop().create_future())
+        for inbox in [inbox for inbox in self._inboxes.values() if inbox.session.session == message.session]:
+            self._close(inbox, "SESSION_ENDED")
+        self._settle(message.session)
+        return gone
+
+    # --- the worker's calls ---------------------------------------------------------------------------------------
+
+    @handles
+    async def open_inbox(self, message: OpenInbox) -> agent_pb2.InboxDescriptor:
+        """Raises UnknownSession, StaleDescriptor, SlotsExhausted, FabricError."""
+        view = self._sessions.get(message.session)
+        if view is None:
+            raise UnknownSession(message.session)
+        if self._peers.is_dead(message.sender.incarnation):
+            raise StaleDescriptor(message.sender.incarnation, message.sender.address)
+        endpoint = self._endpoint(message.sender)
+        key = self._slots.open()
+        inbox = _Inbox(key, view, endpoint)
+        regions = [rank.region for rank in view.ranks]
+        try:
+            self._fabric.engine.open_inbox(
+                endpoint.number, key.slot, wire_generation(key.generation), message.expected, regions
+            )
+        except FabricError:
+            self._slots.release(*key, Proof.QUIESCED)
+            raise
+        self._inboxes[key] = self._by_slot[key.slot] = inbox
+        endpoint.inboxes.add(key)
+        self._do(inbox, inbox.life.opened())
+        self._peers.tell(Watch(message.sender))
+        return agent_pb2.InboxDescriptor(
+            version=INBOX_VERSION,
+            receiver=self._agent,
+            slot=key.slot,
+            generation=key.generation,
+            endpoints=[endpoint.address],
+            regions=view.regions,
+            layout=layout_message(view.cache),
+            sharding=sharding_message(view.cache),
+            data_parallel_rank=0,
+        )
+
+    @handles
+    async def close_inbox(self, message: CloseInbox) -> asyncio.Future[Proof]:
+        """Raises UnknownInbox."""
+        answer: asyncio.Future[Proof] = asyncio.get_running_loop().create_future()
+        key = SlotKey(message.slot, message.generation)
+        inbox = self._inboxes.get(key)
+        if inbox is None:
+            try:
+                answer.set_result(self._slots.proof(*key) or Proof.QUIESCED)
+            except SlotNotInUse as error:
+                raise UnknownInbox(message.slot, message.generation) from error
+        elif inbox.session.session != message.session:
+            raise UnknownInbox(message.slot, message.generation)
+        else:
+            inbox.waiting.append(answer)
+            self._close(inbox, "CLOSED")
+        return answer
+
+    # --- other agents ---------------------------------------------------------------------------------------------
+
+    @handles
+    async def aborted(self, message: Aborted) -> None:
+        inbox = self._inboxes.get(SlotKey(message.slot, message.generation))
+        if inbox is None or inbox.endpoint.sender.incarnation != message.sender:
+            return
+        self._do(inbox, inbox.life.aborted(message.reason, message.quiesced), "sender_not_quiesced")
+
+    @handles
+    async def peer_lost(self, message: PeerLost) -> None:
+        for inbox in list(self._inboxes.values()):
+            if inbox.endpoint.sender.incarnation == message.peer.incarnation:
+                self._do(inbox, inbox.life.peer_lost(message.reason), message.reason.lower())
+        endpoint = self._healthy.get(message.peer.incarnation)
+        if endpoint is not None and not endpoint.inboxes:
+            self._fence(endpoint, "idle")
+
+    @handles
+    async def stop_answered(self, message: _StopAnswered) -> None:
+        inbox = self._inboxes.get(message.key)
+        if inbox is not None:
+            answered = inbox.life.stop_answered(True) if message.quiesced else inbox.life.stop_failed()
+            self._do(inbox, answered, "stop_unconfirmed")
+
+    # --- the engine -----------------------------------------------------------------------------------------------
+
+    @handles
+    async def fabric_events(self, message: FabricEvents) -> None:
+        for event in message.events:
+            inbox = self._by_slot.get(event.slot)
+            if inbox is None or wire_generation(inbox.key.generation) != event.generation:
+                continue
+            if type(event).__name__ == "InboxFull":
+                inbox.full = event
+                self._do(inbox, inbox.life.full())
+            else:
+                logger.error("slot %d: %d extents came, %d were expected", event.slot, event.extents, event.expected)
+                self._do(inbox, inbox.life.violated(), "too_many_extents")
+
+    @handles
+    async def fence_ended(self, message: _FenceEnded) -> None:
+        endpoint = self._endpoints[message.endpoint]
+        endpoint.fencing = False
+        if message.closed:
+            del self._endpoints[message.endpoint]
+        for inbox in [self._inboxes[key] for key in endpoint.inboxes]:
+            self._do(inbox, inbox.life.fenced() if message.closed else inbox.life.fence_failed())
+            if not message.closed:
+                self._fail_waiting(inbox)
+
+    @handles
+    async def tick(self, _: Tick) -> None:
+        for inbox in list(self._inboxes.values()):
+            self._do(inbox, inbox.life.retry_fence(), "retry")
+        before = time.monotonic() - self._options.idle_timeout
+        for endpoint in list(self._endpoints.values()):
+            if not endpoint.inboxes and not endpoint.fencing and endpoint.used < before:
+                self._fence(endpoint, "idle")
+
+    async def on_stop(self, error: BaseException | None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- carrying out ---------------------------------------------------------------------------------------------
+
+    def _do(self, inbox: _Inbox, actions: Sequence[Action], why: str = "") -> None:
+        """`why`: the label of a fence, should the actions hold one."""
+        for action in actions:
+            match action:
+                case AskStop():
+                    inbox.since = time.monotonic()
+                    self._spawn(self._ask_sender(inbox.key, inbox.endpoint.sender))
+                case Fence():
+                    inbox.since = inbox.since or time.monotonic()
+                    self._fence(inbox.endpoint, why)
+                case Ended():
+                    self._tell_worker(inbox, action)
+                case Reusable(proof):
+                    self._free(inbox, proof)
+
+    def _tell_worker(self, inbox: _Inbox, ended: Ended) -> None:
+        slot, generation = inbox.key
+        if ended.outcome is Outcome.DONE:
+            full = inbox.full
+            duration_ns = full.full_ns - full.first_ns
+            self._metrics.inbox_fill_seconds.observe(duration_ns / 1e9)
+            inbox.session.events.emit(
+                inbox_full=agent_pb2.InboxFull(
+                    slot=slot,
+                    generation=generation,
+                    extents=full.extents,
+                    duration_us=duration_ns // 1000,
+                    first_ns=full.first_ns,
+                    full_ns=full.full_ns,
+                )
+            )
+        elif ended.outcome is Outcome.FAILED:
+            inbox.session.events.emit(
+                inbox_failed=agent_pb2.InboxFailed(
+                    slot=slot, generation=generation, reason=ended.reason, quiesced=ended.quiesced
+                )
+            )
+
+    def _free(self, inbox: _Inbox, proof: Proof) -> None:
+        self._fabric.engine.close_inbox(inbox.key.slot, wire_generation(inbox.key.generation))
+        del self._inboxes[inbox.key], self._by_slot[inbox.key.slot]
+        inbox.endpoint.inboxes.discard(inbox.key)
+        inbox.endpoint.used = time.monotonic()
+        self._slots.release(*inbox.key, proof)
+        self._metrics.inboxes.labels(proof.value).inc()
+        for answer in inbox.waiting:
+            if not answer.done():
+                answer.set_result(proof)
+        self._settle(inbox.session.session)
+
+    def _fail_waiting(self, inbox: _Inbox) -> None:
+        slot, generation = inbox.key
+        for answer in inbox.waiting:
+            if not answer.done():
+                answer.set_exception(
+                    FenceFailed(
+                        f"the endpoint of slot {slot}, generation {generation} could not be closed: try again",
+                        slot=slot,
+                        generation=generation,
+                    )
+                )
+        inbox.waiting.clear()
+
+    def _close(self, inbox: _Inbox, reason: str) -> None:
+        self._do(inbox, inbox.life.close(reason), "retry")
+
+    def _settle(self, session: int) -> None:
+        leaving = self._leaving.get(session)
+        if leaving is not None and not any(inbox.session.session == session for inbox in self._inboxes.values()):
+            del self._leaving[session]
+            if not leaving.done():
+                leaving.set_result(None)
+
+    # --- endpoints ------------------------------------------------------------------------------------------------
+
+    def _endpoint(self, sender: Peer) -> _Endpoint:
+        """The endpoint of this sender, opened when first used: one a sender makes the fence affordable."""
+        endpoint = self._healthy.get(sender.incarnation)
+        if endpoint is None:
+            number, address = self._fabric.engine.open_endpoint()
+            endpoint = _Endpoint(number, address, sender)
+            self._endpoints[number] = self._healthy[sender.incarnation] = endpoint
+        endpoint.used = time.monotonic()
+        return endpoint
+
+    def _fence(self, endpoint: _Endpoint, reason: str) -> None:
+        if endpoint.fencing:
+            return
+        endpoint.fencing = True
+        if self._healthy.get(endpoint.sender.incarnation) is endpoint:
+            del self._healthy[endpoint.sender.incarnation]
+        if endpoint.inboxes:
+            self._metrics.fences.labels(reason).inc()
+            logger.warning("fencing agent %#018x: %s", endpoint.sender.incarnation, reason)
+        # Everything on the endpoint shares its fate from here on.
+        for key in list(endpoint.inboxes):
+            inbox = self._inboxes[key]
+            self._do(inbox, inbox.life.peer_lost("ENDPOINT_FENCED"))
+        self._spawn(self._close_endpoint(endpoint.number))
+
+    async def _close_endpoint(self, number: int) -> None:
+        try:
+            await self._fabric.fence(number)
+        except FabricError as error:
+            logger.error("endpoint %d could not be closed: %s", number, error)
+            self.tell(_FenceEnded(number, closed=False))
+        else:
+            self.tell(_FenceEnded(number, closed=True))
+
+    async def _ask_sender(self, key: SlotKey, sender: Peer) -> None:
+        self.tell(_StopAnswered(key, await self._peers.stop_transfer(sender, *key)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+__all__ = ["Aborted", "AddSession", "CloseInbox", "EndSession", "OpenInbox", "Receiver", "Tick"]

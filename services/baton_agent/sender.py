@@ -1,0 +1,489 @@
+"""The sending side: transfers, chunk plans, and the connections over which this agent writes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from baton.v1 import agent_pb2, common_pb2
+
+from baton_actors import Actor, handles
+from baton_fabric.errors import FabricError
+from baton_kv.immediate import wire_generation
+from baton_kv.plan import LayoutMismatch, plan_pairs
+from baton_kv.transfer.outcome import Ended, Outcome
+from baton_kv.transfer.sending import Action, CancelWrites, Disconnect, TellReceiver, TransferLife
+from baton_kv.transfer.tombstones import Tombstones
+from baton_telemetry.metrics import AgentMetrics
+
+from .errors import AgentError, TransferExists, TransferStopped, UnknownSession, UnknownTransfer
+from .fabric import Fabric, FabricEvents
+from .options import AgentOptions
+from .peers import PeerLost, Peers, Watch
+from .receiver import AddSession, EndSession, Tick
+from .session import SessionView
+from .wire import Peer, RemoteInbox, check_pages
+
+if TYPE_CHECKING:
+    from baton_fabric._native import Chunk, Stream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenTransfer:
+    """Answered with a future of the transfer's id."""
+
+    session: int
+    inbox: RemoteInbox
+    source_pages: Sequence[int]
+    destination_pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class PlanChunk:
+    transfer: int
+    first_page: int
+    pages: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class SubmitStep:
+    session: int
+    step: int
+    chunks: Sequence[PlanChunk]
+
+
+@dataclass(frozen=True)
+class CancelTransfer:
+    """Answered with a future that resolves once none of the transfer's writes reads the session's memory."""
+
+    session: int
+    transfer: int
+
+
+@dataclass(frozen=True)
+class StopTransfer:
+    """From the receiving agent. Answered with a future: whether no write can follow."""
+
+    receiver: int
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class _Confirmed:
+    """The receiver's agent answered as the incarnation that the inbox names, or did not."""
+
+    transfer: int
+    error: Exception | None
+
+
+@dataclass(frozen=True)
+class _DrainExpired:
+    transfer: int
+
+
+@dataclass
+class _Connection:
+    """A sending endpoint of its own for one endpoint of one receiving agent."""
+
+    peer: int
+    key: tuple[int, bytes]
+    transfers: set[int] = field(default_factory=set)
+    used: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class _Transfer:
+    number: int
+    request: OpenTransfer
+    view: SessionView
+    streams: list[Stream]
+    opened: asyncio.Future[int]
+    life: TransferLife = field(default_factory=TransferLife)
+    connection: _Connection | None = None
+    # The worker asked for the end: the answer to its call is what it hears of it.
+    quiet: bool = False
+    waiting: list[asyncio.Future[bool]] = field(default_factory=list)
+
+    @property
+    def inbox(self) -> RemoteInbox:
+        return self.request.inbox
+
+
+class Sender(Actor):
+    """Owns every transfer. No handler waits: what takes time runs beside it and comes back as a message."""
+
+    def __init__(self, fabric: Fabric, peers: Peers, options: AgentOptions, metrics: AgentMetrics) -> None:
+        super().__init__("sender")
+        self._fabric = fabric
+        self._peers = peers
+        self._options = options
+        self._metrics = metrics
+        self._last_number = 0
+        self._sessions: dict[int, SessionView] = {}
+        self._leaving: dict[int, asyncio.Future[None]] = {}
+        self._transfers: dict[int, _Transfer] = {}
+        self._by_inbox: dict[tuple[int, int, int], _Transfer] = {}
+        self._tombstones = Tombstones()
+        self._connections: dict[tuple[int, bytes], _Connection] = {}
+        self._by_peer: dict[int, _Connection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- what others may read -------------------------------------------------------------------------------------
+
+    def needs(self, incarnation: int) -> bool:
+        """Whether this agent may be writing to that one."""
+        return any(transfer.inbox.receiver.incarnation == incarnation for transfer in self._transfers.values())
+
+    @property
+    def open_transfers(self) -> int:
+        return len(self._transfers)
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    @handles
+    async def add_session(self, message: AddSession) -> None:
+        self._sessions[message.view.session] = message.view
+
+    @handles
+    async def end_session(self, message: EndSession) -> asyncio.Future[None]:
+        """Answered with a future that resolves when no write reads the session's memory any more."""
+        self._sessions.pop(message.session, None)
+        gone = self._leaving.setdefault(message.session, asyncio.get_running_loop().create_future())
+        for transfer in list(self._transfers.values()):
+            if transfer.view.session == message.session:
+                self._do(transfer, transfer.life.cancel("SESSION_ENDED"))
+        self._settle(message.session)
+        return gone
+
+    # --- the worker's calls ---------------------------------------------------------------------------------------
+
+    @handles
+    async def open_transfer(self, message: OpenTransfer) -> asyncio.Future[int]:
+        """Raises UnknownSession, InvalidArgument, LayoutMismatch, TransferStopped, TransferExists. The future:
+        StaleDescriptor, PeerUnreachable, TransferStopped, FabricError."""
+        view = self._sessions.get(message.session)
+        if view is None:
+            raise UnknownSession(message.session)
+        inbox = message.inbox
+        check_pages(
+            message.source_pages,
+            message.destination_pages,
+            view.cache.layout.pages,
+            inbox.cache.layout.pages,
+            self._options.max_pages,
+        )
+        if view.cache.dtype != inbox.cache.dtype:
+            raise LayoutMismatch(
+                f"dtype is {view.cache.dtype} at the source and {inbox.cache.dtype} at the destination", field="dtype"
+            )
+        if self._tombstones.is_dead(*inbox.key):
+            raise TransferStopped(inbox.slot, inbox.generation)
+        if inbox.key in self._by_inbox:
+            raise TransferExists(inbox.slot, inbox.generation)
+        number = self._last_number + 1
+        streams = _plan(view, inbox, number)
+        self._last_number = number
+        transfer = _Transfer(number, message, view, streams, asyncio.get_running_loop().create_future())
+        self._transfers[number] = self._by_inbox[inbox.key] = transfer
+        self._spawn(self._confirm(number, inbox.receiver))
+        return transfer.opened
+
+    @handles
+    async def confirmed(self, message: _Confirmed) -> None:
+        transfer = self._transfers.get(message.transfer)
+        if transfer is None:
+            return
+        error = message.error
+        if error is None and self._tombstones.is_dead(*transfer.inbox.key):
+            error = TransferStopped(transfer.inbox.slot, transfer.inbox.generation)
+        if error is None and transfer.view.session not in self._sessions:
+            error = UnknownSession(transfer.view.session)
+        if error is None:
+            try:
+                self._open(transfer)
+            except (FabricError, AgentError) as failure:
+                error = failure
+        if error is not None:
+            # The worker hears of it as the answer to its call.
+            transfer.quiet = True
+            self._do(transfer, transfer.life.open_failed(str(getattr(error, "reason", "OPEN_FAILED"))))
+            if not transfer.opened.done():
+                transfer.opened.set_exception(error)
+            return
+        self._do(transfer, transfer.life.opened())
+        self._peers.tell(Watch(transfer.inbox.receiver))
+        if not transfer.opened.done():
+            transfer.opened.set_result(transfer.number)
+
+    @handles
+    async def submit_step(self, message: SubmitStep) -> None:
+        """Chunks of transfers that have ended are dropped. Raises UnknownSession, UnknownTransfer, FabricError; then no
+        chunk of the step was taken."""
+        view = self._sessions.get(message.session)
+        if view is None:
+            raise UnknownSession(message.session)
+        base = message.step * view.cache.layout.layers
+        chunks: list[Chunk] = []
+        for chunk in message.chunks:
+            transfer = self._transfers.get(chunk.transfer)
+            if transfer is None and 0 < chunk.transfer <= self._last_number:
+                continue
+            if transfer is None or transfer.view.session != message.session:
+                raise UnknownTransfer(chunk.transfer)
+            if transfer.life.accepts_chunks:
+                chunks.append((chunk.transfer, base, chunk.first_page, chunk.pages, chunk.last))
+        if chunks:
+            self._fabric.engine.submit_chunks(chunks)
+
+    @handles
+    async def cancel_transfer(self, message: CancelTransfer) -> asyncio.Future[bool]:
+        """Raises UnknownTransfer for one that never was."""
+        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        transfer = self._transfers.get(message.transfer)
+        if transfer is None:
+            if not 0 < message.transfer <= self._last_number:
+                raise UnknownTransfer(message.transfer)
+            ended.set_result(True)
+            return ended
+        if transfer.view.session != message.session:
+            raise UnknownTransfer(message.transfer)
+        transfer.quiet = True
+        transfer.waiting.append(ended)
+        self._do(transfer, transfer.life.cancel())
+        return ended
+
+    # --- other agents ---------------------------------------------------------------------------------------------
+
+    @handles
+    async def stop_transfer(self, message: StopTransfer) -> asyncio.Future[bool]:
+        key = message.receiver, message.slot, message.generation
+        quiesced: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        # Whether it is open, was open, or is still to come: it may not be opened any more.
+        self._tombstones.bury(*key)
+        transfer = self._by_inbox.get(key)
+        if transfer is None:
+            quiesced.set_result(self._tombstones.is_quiesced(*key))
+            self._tombstones.forget({transfer.inbox.receiver.incarnation for transfer in self._transfers.values()})
+        else:
+            transfer.waiting.append(quiesced)
+            self._do(transfer, transfer.life.stop())
+        return quiesced
+
+    @handles
+    async def peer_lost(self, message: PeerLost) -> None:
+        for transfer in list(self._transfers.values()):
+            if transfer.inbox.receiver.incarnation == message.peer.incarnation:
+                self._do(transfer, transfer.life.peer_lost(message.reason))
+        for connection in list(self._connections.values()):
+            if connection.key[0] == message.peer.incarnation:
+                self._drop(connection)
+
+    # --- the engine -----------------------------------------------------------------------------------------------
+
+    @handles
+    async def fabric_events(self, message: FabricEvents) -> None:
+        for event in message.events:
+            kind = type(event).__name__
+            if kind == "PeerFailed":
+                self._peer_failed(event.peer, event.reason, event.detail)
+                continue
+            transfer = self._transfers.get(event.transfer)
+            if transfer is None:
+                continue
+            if kind == "TransferDone":
+                self._metrics.transfer_seconds.observe(event.stats.duration_us / 1e6)
+                self._metrics.first_post_seconds.observe(event.stats.first_post_us / 1e6)
+                self._do(transfer, transfer.life.done(), event.stats)
+            elif kind == "TransferCancelled":
+                self._do(transfer, transfer.life.cancelled(event.quiesced))
+            else:
+                self._do(transfer, transfer.life.failed(event.reason, event.quiesced))
+
+    @handles
+    async def drain_expired(self, message: _DrainExpired) -> None:
+        transfer = self._transfers.get(message.transfer)
+        if transfer is not None:
+            logger.warning("transfer %d did not drain in time", message.transfer)
+            self._do(transfer, transfer.life.drain_expired())
+
+    @handles
+    async def tick(self, _: Tick) -> None:
+        before = time.monotonic() - self._options.idle_timeout
+        for connection in list(self._connections.values()):
+            if not connection.transfers and connection.used < before:
+                self._drop(connection)
+
+    async def on_stop(self, error: BaseException | None) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- carrying out ---------------------------------------------------------------------------------------------
+
+    def _do(self, transfer: _Transfer, actions: Sequence[Action], stats: Any = None) -> None:
+        receiver = transfer.inbox.receiver
+        for action in actions:
+            match action:
+                case CancelWrites():
+                    self._fabric.engine.cancel_transfer(transfer.number)
+                    self._spawn(self._expire(transfer.number))
+                case Disconnect():
+                    if transfer.connection is not None:
+                        self._drop(transfer.connection)
+                case TellReceiver(reason, quiesced):
+                    self._peers.transfer_aborted(
+                        receiver, transfer.inbox.slot, transfer.inbox.generation, reason, quiesced
+                    )
+                case Ended():
+                    self._end(transfer, action, stats)
+
+    def _end(self, transfer: _Transfer, ended: Ended, stats: Any) -> None:
+        del self._transfers[transfer.number], self._by_inbox[transfer.inbox.key]
+        self._tombstones.bury(*transfer.inbox.key, quiesced=ended.quiesced)
+        if transfer.connection is not None:
+            transfer.connection.transfers.discard(transfer.number)
+            transfer.connection.used = time.monotonic()
+        self._metrics.transfers.labels(ended.outcome.value).inc()
+        if not transfer.quiet:
+            self._tell_worker(transfer, ended, stats)
+        for waiting in transfer.waiting:
+            if not waiting.done():
+                waiting.set_result(ended.quiesced)
+        self._settle(transfer.view.session)
+
+    def _tell_worker(self, transfer: _Transfer, ended: Ended, stats: Any) -> None:
+        events = transfer.view.events
+        if ended.outcome is Outcome.DONE:
+            events.emit(transfer_done=agent_pb2.TransferDone(transfer=transfer.number, stats=_stats(stats)))
+        else:
+            events.emit(
+                transfer_failed=agent_pb2.TransferFailed(
+                    transfer=transfer.number, reason=ended.reason, quiesced=ended.quiesced
+                )
+            )
+
+    def _settle(self, session: int) -> None:
+        leaving = self._leaving.get(session)
+        if leaving is not None and not any(t.view.session == session for t in self._transfers.values()):
+            del self._leaving[session]
+            if not leaving.done():
+                leaving.set_result(None)
+
+    # --- connections ----------------------------------------------------------------------------------------------
+
+    def _open(self, transfer: _Transfer) -> None:
+        """Raises FabricError."""
+        try:
+            self._open_over(transfer, self._connect(transfer.inbox))
+        except FabricError as error:
+            if error.reason not in ("PEER_FAILED", "UNKNOWN_PEER"):
+                raise
+            # The connection had broken while nobody used it.
+            stale = self._connections.get((transfer.inbox.receiver.incarnation, transfer.inbox.endpoint))
+            if stale is not None:
+                self._drop(stale)
+            self._open_over(transfer, self._connect(transfer.inbox))
+
+    def _open_over(self, transfer: _Transfer, connection: _Connection) -> None:
+        view, inbox = transfer.view, transfer.inbox
+        self._fabric.engine.open_transfer(
+            transfer.number,
+            connection.peer,
+            inbox.slot,
+            wire_generation(inbox.generation),
+            view.ranks[0].counter,
+            view.cache.layout.layers,
+            transfer.streams,
+            transfer.request.source_pages,
+            transfer.request.destination_pages,
+        )
+        transfer.connection = connection
+        connection.transfers.add(transfer.number)
+
+    def _connect(self, inbox: RemoteInbox) -> _Connection:
+        key = inbox.receiver.incarnation, inbox.endpoint
+        connection = self._connections.get(key)
+        if connection is None:
+            connection = _Connection(self._fabric.engine.connect(inbox.endpoint), key)
+            self._connections[key] = self._by_peer[connection.peer] = connection
+        return connection
+
+    def _drop(self, connection: _Connection) -> None:
+        """Idempotent. The engine ends the transfers that were on it, each with an event of its own."""
+        if self._connections.get(connection.key) is connection:
+            del self._connections[connection.key]
+        if self._by_peer.pop(connection.peer, None) is not None:
+            self._fabric.engine.disconnect(connection.peer)
+
+    def _peer_failed(self, peer: int, reason: str, detail: str) -> None:
+        connection = self._by_peer.get(peer)
+        if connection is None:
+            return
+        logger.warning("connection to agent %#018x failed: %s (%s)", connection.key[0], reason, detail)
+        for number in connection.transfers:
+            # The connection says nothing about the agent behind it: ask.
+            self._peers.tell(Watch(self._transfers[number].inbox.receiver, at_once=True))
+            break
+        self._drop(connection)
+
+    async def _confirm(self, number: int, receiver: Peer) -> None:
+        error: Exception | None = None
+        try:
+            await self._peers.confirm(receiver)
+        except AgentError as failure:
+            error = failure
+        self.tell(_Confirmed(number, error))
+
+    async def _expire(self, number: int) -> None:
+        await asyncio.sleep(self._options.drain_timeout)
+        self.tell(_DrainExpired(number))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _plan(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Stream]:
+    """Who writes what into which region. Raises baton_kv's LayoutMismatch."""
+    pairs = plan_pairs(
+        ours.cache.shards,
+        inbox.cache.shards,
+        ours.cache.layout,
+        inbox.cache.layout,
+        inbox.data_parallel_rank,
+        seed,
+    )
+    streams: list[Stream] = []
+    for pair in pairs:
+        remote = inbox.regions[pair.destination_rank]
+        streams.append(
+            (
+                ours.ranks[pair.source_rank].region,
+                pair.source.layer_bytes,
+                pair.source.page_bytes,
+                remote.key,
+                remote.base,
+                remote.length,
+                pair.destination.layer_bytes,
+                pair.destination.page_bytes,
+                pair.extents,
+            )
+        )
+    return streams
+
+
+def _stats(stats: Any) -> common_pb2.TransferStats:
+    names = ("bytes", "pages", "extents", "writes", "duration_us", "overlapped_us", "exposed_us", "first_post_us")
+    return common_pb2.TransferStats(**{name: getattr(stats, name) for name in names})
+
+
+__all__ = ["CancelTransfer", "OpenTransfer", "PlanChunk", "Sender", "StopTransfer", "SubmitStep"]

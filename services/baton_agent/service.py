@@ -1,0 +1,237 @@
+"""The transfer agent as a whole: what is built, in which order it starts, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import grpc
+from baton.v1 import agent_pb2_grpc, common_pb2
+
+from baton_actors import Actor
+from baton_memory.sockets import check_socket_path, clear_stale_socket
+from baton_rpc import RpcServer, TlsFiles, UnixAddress, parse_address
+from baton_telemetry.metrics import AgentMetrics
+
+from .errors import EngineDown, InvalidArgument
+from .fabric import Fabric, FabricEvents
+from .options import AgentOptions
+from .peers import PeerLost, Peers
+from .receiver import QUARANTINE, Receiver, Tick
+from .sender import Sender
+from .servicers import TransferAgentServicer, TransferPeerServicer
+from .sessions import EndAll, Sessions
+from .wire import AGENT_VERSION
+
+if TYPE_CHECKING:
+    from baton_fabric._native import Engine
+
+logger = logging.getLogger(__name__)
+
+TICK = 1.0
+# The progress thread never works this long at a time; then it hangs inside the provider.
+STALLED = 10.0
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the agent listens. `socket`: "unix:path" for workers; `handoff`: path for model processes; `control`:
+    host:port for other agents; `advertise_host`: how they reach it, where that is not the host of `control`."""
+
+    socket: str
+    handoff: str
+    control: str
+    advertise_host: str | None = None
+
+
+class TransferAgentService:
+    """One agent. `failed` resolves if it can't go on: its owner then stops it and lets the process end."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: str,
+        node: str,
+        addresses: Addresses,
+        options: AgentOptions | None = None,
+        metrics: AgentMetrics | None = None,
+        tls: TlsFiles | None = None,
+        allow_insecure: bool = False,
+    ) -> None:
+        """`transport`: the name that both sides of a transfer must share. Raises the address errors of baton_rpc,
+        InsecureAddressError, and SocketPathInvalid for a path that is too long."""
+        self.incarnation = secrets.randbits(64) or 1
+        self.options = options or AgentOptions()
+        self.metrics = metrics or AgentMetrics()
+        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._addresses = addresses
+        self._socket_path = _socket_path(addresses.socket)
+        check_socket_path(addresses.handoff)
+        self.descriptor = common_pb2.AgentDescriptor(
+            version=AGENT_VERSION, incarnation=self.incarnation, transport=transport, node=node
+        )
+        self._fabric = Fabric(engine, self._to_receiver, self._to_sender, self._engine_failed)
+        credentials: grpc.ChannelCredentials | None = tls.channel_credentials() if tls is not None else None
+        self.peers = Peers(
+            self.incarnation,
+            self.options,
+            credentials,
+            self._needed,
+            self._peer_lost,
+            self.metrics.heartbeat_misses.inc,
+        )
+        self.receiver = Receiver(self.descriptor, self._fabric, self.peers, self.options, self.metrics)
+        self.sender = Sender(self._fabric, self.peers, self.options, self.metrics)
+        self.sessions = Sessions(
+            self.incarnation,
+            self._fabric,
+            self.sender,
+            self.receiver,
+            self.options,
+            self.metrics,
+            addresses.handoff,
+        )
+        self._local = RpcServer([addresses.socket])
+        self._control = RpcServer([addresses.control], tls=tls, allow_insecure=allow_insecure)
+        self._local.add(
+            agent_pb2_grpc.add_TransferAgentServicer_to_server,
+            TransferAgentServicer(
+                self.descriptor, addresses.handoff, self.sessions, self.sender, self.receiver, self.metrics
+            ),
+            "baton.v1.TransferAgent",
+        )
+        self._control.add(
+            agent_pb2_grpc.add_TransferPeerServicer_to_server,
+            TransferPeerServicer(self.incarnation, self.sender, self.receiver, self.metrics),
+            "baton.v1.TransferPeer",
+        )
+        self._background: list[asyncio.Task[None]] = []
+        self._observe()
+
+    async def start(self) -> None:
+        """Raises SocketInUse, SocketPathInvalid, BindError."""
+        clear_stale_socket(self._socket_path)
+        for actor in self._actors:
+            await actor.start()
+        self._fabric.start()
+        await self._control.start()
+        self.descriptor.control_address = self._advertised(self._control.addresses[0])
+        await self.sessions.server.start()
+        await self._local.start()
+        self._background = [
+            asyncio.create_task(self._tick()),
+            *(asyncio.create_task(self._mind(a)) for a in self._actors),
+        ]
+        logger.info(
+            "agent %#018x: workers at %s, model processes at %s, agents at %s, transport %s",
+            self.incarnation,
+            self._addresses.socket,
+            self._addresses.handoff,
+            self.descriptor.control_address,
+            self.descriptor.transport,
+        )
+
+    async def stop(self) -> None:
+        """Ends every session, waits for the writes to drain and for other agents to be told, at most
+        `shutdown_timeout` seconds; then closes everything. Idempotent."""
+        deadline = asyncio.get_running_loop().time() + self.options.shutdown_timeout
+        await self.sessions.server.stop()
+        await self._local.set_serving("baton.v1.TransferAgent", False)
+        if self.sessions.running and not self.failed.done():
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await (await self.sessions.ask(EndAll("SHUTDOWN")))
+                    await self.peers.told(self.options.shutdown_timeout)
+            except TimeoutError:
+                logger.warning("writes did not drain within %g s", self.options.shutdown_timeout)
+        await self._local.stop(1.0)
+        await self._control.stop(0.5)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        self._fabric.stop()
+        await self.sessions.server.close_all()
+        for actor in self._actors:
+            await actor.stop()
+        await asyncio.to_thread(self._fabric.engine.close)
+
+    def problem(self) -> dict[str, object] | None:
+        """What is wrong with the agent, for its health page; None if nothing is."""
+        if self.failed.done():
+            return {"problem": str(self.failed.result())}
+        stalled_us = self._fabric.engine.metrics().get("busy_us", 0)
+        if stalled_us > STALLED * 1e6:
+            return {"problem": "the fabric's provider does not return", "busy_s": stalled_us / 1e6}
+        return None
+
+    @property
+    def _actors(self) -> tuple[Actor, ...]:
+        return self.peers, self.receiver, self.sender, self.sessions
+
+    # --- wiring ---------------------------------------------------------------------------------------------------
+
+    def _needed(self, incarnation: int) -> bool:
+        return self.receiver.needs(incarnation) or self.sender.needs(incarnation)
+
+    def _peer_lost(self, lost: PeerLost) -> None:
+        self.receiver.tell(lost)
+        self.sender.tell(lost)
+
+    def _to_receiver(self, events: FabricEvents) -> None:
+        self.receiver.tell(events)
+
+    def _to_sender(self, events: FabricEvents) -> None:
+        self.sender.tell(events)
+
+    def _engine_failed(self, detail: str) -> None:
+        self._fail(EngineDown(f"the native engine failed: {detail}"))
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    async def _mind(self, actor: Actor) -> None:
+        """An agent that lost one of its actors knows nothing for sure any more: it ends, and a new one starts clean."""
+        try:
+            await actor.join()
+        except Exception as error:
+            logger.exception("actor %s failed", actor.name)
+            self._fail(error)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self.receiver.tell(Tick())
+            self.sender.tell(Tick())
+            await self.peers.close_idle()
+
+    def _advertised(self, bound: str) -> str:
+        host = self._addresses.advertise_host
+        return bound if host is None else f"{host}:{bound.rpartition(':')[2]}"
+
+    def _observe(self) -> None:
+        metrics, receiver = self.metrics, self.receiver
+        metrics.sessions.set_function(lambda: self.sessions.count)
+        metrics.registered_bytes.set_function(lambda: self.sessions.registered_bytes)
+        metrics.peers.set_function(lambda: self.peers.connections)
+        metrics.open_transfers.set_function(lambda: self.sender.open_transfers)
+        metrics.open_inboxes.set_function(lambda: receiver.open_inboxes)
+        metrics.oldest_quarantine_seconds.set_function(receiver.oldest_quarantine)
+        for stage in QUARANTINE:
+            metrics.quarantined_inboxes.labels(stage.value).set_function(partial(receiver.quarantined, stage))
+        metrics.read_fabric(self._fabric.engine.metrics)
+
+
+def _socket_path(address: str) -> str:
+    parsed = parse_address(address)
+    if not isinstance(parsed, UnixAddress):
+        raise InvalidArgument(
+            f"workers are served on a unix socket only, not at {address!r}: write unix:/run/baton/agent.sock",
+            field="agent.socket",
+        )
+    check_socket_path(parsed.path)
+    return parsed.path

@@ -1,0 +1,184 @@
+"""Between the messages of the protocol and checked values. Pure; every refusal is a typed error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.v1 import agent_pb2, common_pb2
+
+from baton_kv.immediate import SLOTS
+from baton_kv.layout import Order, PageLayout
+from baton_kv.shards import ShardMap
+
+from .errors import InvalidArgument, TransportMismatch, VersionUnsupported
+
+AGENT_VERSION = 1
+INBOX_VERSION = 1
+MAX_RANKS = 256
+# Longest fabric address of any provider known (shm names, EFA's 32 bytes, socket addresses) and room.
+MAX_FABRIC_ADDRESS = 512
+
+_ORDERS: dict[Order, common_pb2.KvOrder.ValueType] = {
+    "HND": common_pb2.KV_ORDER_HND,
+    "NHD": common_pb2.KV_ORDER_NHD,
+    "MLA": common_pb2.KV_ORDER_MLA,
+}
+_NAMES = {value: name for name, value in _ORDERS.items()}
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One worker's KV cache: a rank's layout (its `kv_heads` are rank 0's), and who has which heads."""
+
+    layout: PageLayout
+    shards: ShardMap
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another agent. The incarnation is its identity, the address only says where it was."""
+
+    incarnation: int
+    address: str
+
+
+@dataclass(frozen=True)
+class RemoteRegion:
+    key: int
+    base: int
+    length: int
+
+
+@dataclass(frozen=True)
+class RemoteInbox:
+    """Where a transfer goes, checked."""
+
+    receiver: Peer
+    slot: int
+    generation: int
+    endpoint: bytes
+    cache: Cache
+    # By rank.
+    regions: tuple[RemoteRegion, ...]
+    data_parallel_rank: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Names the transfer between agents."""
+        return self.receiver.incarnation, self.slot, self.generation
+
+
+def cache_of(layout: PageLayout, kv_heads_total: int, tensor_parallel: int, data_parallel: int, dtype: str) -> Cache:
+    """Raises baton_kv's InvalidKvArgument where the numbers don't go together."""
+    shards = ShardMap(kv_heads_total, tensor_parallel, data_parallel, mla=layout.order == "MLA")
+    return Cache(shards.layout_of(0, layout), shards, dtype)
+
+
+def layout_message(cache: Cache) -> common_pb2.KvLayout:
+    layout = cache.layout
+    return common_pb2.KvLayout(
+        order=_ORDERS[layout.order],
+        layers=layout.layers,
+        pages=layout.pages,
+        page_size=layout.page_size,
+        kv_heads=cache.shards.heads,
+        head_dim=layout.head_dim,
+        element_size=layout.element_size,
+        dtype=cache.dtype,
+    )
+
+
+def sharding_message(cache: Cache) -> common_pb2.Sharding:
+    return common_pb2.Sharding(tensor_parallel=cache.shards.tp, data_parallel=cache.shards.dp)
+
+
+def read_agent(message: common_pb2.AgentDescriptor, transport: str) -> Peer:
+    """Raises VersionUnsupported, TransportMismatch, InvalidArgument."""
+    if message.version != AGENT_VERSION:
+        raise VersionUnsupported("the agent descriptor", message.version, AGENT_VERSION)
+    if message.transport != transport:
+        raise TransportMismatch(transport, message.transport)
+    if not message.incarnation:
+        raise InvalidArgument("the agent descriptor's incarnation must not be 0", field="incarnation")
+    if not message.control_address:
+        raise InvalidArgument("the agent descriptor has no control address", field="control_address")
+    return Peer(message.incarnation, message.control_address)
+
+
+def read_inbox(message: agent_pb2.InboxDescriptor, transport: str) -> RemoteInbox:
+    """Raises VersionUnsupported, TransportMismatch, InvalidArgument, and baton_kv's InvalidKvArgument."""
+    if message.version != INBOX_VERSION:
+        raise VersionUnsupported("the inbox descriptor", message.version, INBOX_VERSION)
+    receiver = read_agent(message.receiver, transport)
+    if message.slot >= SLOTS:
+        raise InvalidArgument(f"slot {message.slot} must be below {SLOTS}", field="slot")
+    if len(message.endpoints) != 1 or not 0 < len(message.endpoints[0]) <= MAX_FABRIC_ADDRESS:
+        raise InvalidArgument(
+            f"the inbox must have one endpoint of 1 to {MAX_FABRIC_ADDRESS} bytes, it has {len(message.endpoints)}",
+            field="endpoints",
+        )
+    cache = _read_cache(message)
+    if message.data_parallel_rank >= cache.shards.dp:
+        raise InvalidArgument(
+            f"data-parallel rank {message.data_parallel_rank} must be below {cache.shards.dp}",
+            field="data_parallel_rank",
+        )
+    return RemoteInbox(
+        receiver=receiver,
+        slot=message.slot,
+        generation=message.generation,
+        endpoint=message.endpoints[0],
+        cache=cache,
+        regions=_read_regions(message.regions, cache),
+        data_parallel_rank=message.data_parallel_rank,
+    )
+
+
+def check_pages(source: Sequence[int], destination: Sequence[int], ours: int, theirs: int, limit: int) -> None:
+    """Equal lists, of at most `limit` pages, each below the pages of its side. Raises InvalidArgument."""
+    if len(source) != len(destination):
+        raise InvalidArgument(
+            f"{len(source)} source pages and {len(destination)} destination pages: they go one for one",
+            field="destination_pages",
+        )
+    if len(source) > limit:
+        raise InvalidArgument(f"{len(source)} pages in one transfer, at most {limit}", field="source_pages")
+    for field, pages, total in (("source_pages", source, ours), ("destination_pages", destination, theirs)):
+        if pages and max(pages) >= total:
+            raise InvalidArgument(f"{field} names page {max(pages)}, the cache has {total}", field=field)
+
+
+def _read_cache(message: agent_pb2.InboxDescriptor) -> Cache:
+    layout, sharding = message.layout, message.sharding
+    order = _NAMES.get(layout.order)
+    if order is None:
+        raise InvalidArgument(f"layout.order {layout.order} is none of {', '.join(_ORDERS)}", field="layout.order")
+    if not 0 < sharding.tensor_parallel * sharding.data_parallel <= MAX_RANKS:
+        raise InvalidArgument(
+            f"{sharding.tensor_parallel} x {sharding.data_parallel} ranks: there must be 1 to {MAX_RANKS}",
+            field="sharding",
+        )
+    rank = PageLayout(
+        order, layout.layers, layout.pages, layout.page_size, layout.kv_heads, layout.head_dim, layout.element_size
+    )
+    return cache_of(rank, layout.kv_heads, sharding.tensor_parallel, sharding.data_parallel, layout.dtype)
+
+
+def _read_regions(messages: Sequence[common_pb2.RegionDescriptor], cache: Cache) -> tuple[RemoteRegion, ...]:
+    by_rank = {region.rank: RemoteRegion(region.key, region.base, region.length) for region in messages}
+    ranks = cache.shards.ranks
+    if len(messages) != ranks or sorted(by_rank) != list(range(ranks)):
+        raise InvalidArgument(
+            f"the inbox must have one region for each of {ranks} ranks, it has {len(messages)}", field="regions"
+        )
+    for rank, region in by_rank.items():
+        needed = cache.shards.layout_of(rank, cache.layout).region_bytes
+        if region.length < needed:
+            raise InvalidArgument(
+                f"the region of rank {rank} has {region.length} bytes, its layout needs {needed}", field="regions"
+            )
+        if region.base + region.length > 1 << 64:
+            raise InvalidArgument(f"the region of rank {rank} goes beyond 64-bit addresses", field="regions")
+    return tuple(by_rank[rank] for rank in range(ranks))
