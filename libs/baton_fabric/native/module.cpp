@@ -1,6 +1,210 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
 #include <rdma/fabric.h>
 
+#include <tuple>
+
+#include "engine.hpp"
+#include "error.hpp"
+
+namespace nb = nanobind;
+using namespace baton::fabric;
+
+namespace {
+
+using ExtentTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
+using StreamTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
+                               std::vector<ExtentTuple>>;
+using ChunkTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, bool>;
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+Engine::StreamRequest to_stream(const StreamTuple &tuple) {
+    const auto &[region, source_layer, source_page, key, base, length, remote_layer, remote_page, extents] = tuple;
+    Engine::StreamRequest request{region, {nullptr, source_layer, source_page, key, base, length, remote_layer,
+                                           remote_page, {}}};
+    request.stream.extents.reserve(extents.size());
+    for (const auto &[source, destination, size] : extents) {
+        request.stream.extents.push_back({source, destination, size});
+    }
+    return request;
+}
+
+void open_transfer(Engine &engine, uint64_t transfer, uint64_t peer, uint32_t slot, uint32_t generation,
+                   uint64_t counter, uint64_t layers, const std::vector<StreamTuple> &streams,
+                   std::vector<uint32_t> source_pages, std::vector<uint32_t> destination_pages) {
+    if (slot >= Immediate::kSlots) {
+        throw invalid("BAD_ARGUMENT", "slot " + std::to_string(slot) + " is not below " +
+                                          std::to_string(Immediate::kSlots));
+    }
+    TransferPlan plan{transfer, slot, generation, layers, {}, std::move(source_pages), std::move(destination_pages)};
+    std::vector<Engine::StreamRequest> requests;
+    requests.reserve(streams.size());
+    for (const auto &stream : streams) {
+        requests.push_back(to_stream(stream));
+    }
+    engine.open_transfer(peer, counter, std::move(plan), std::move(requests));
+}
+
+void submit_chunks(Engine &engine, const std::vector<ChunkTuple> &tuples) {
+    Engine::Chunks chunks;
+    chunks.reserve(tuples.size());
+    for (const auto &[transfer, base, first, pages, last] : tuples) {
+        chunks.push_back({transfer, Chunk{base, first, pages, last}});
+    }
+    engine.submit_chunks(std::move(chunks));
+}
+
+nb::dict capabilities(const Engine &engine) {
+    const auto &caps = engine.capabilities();
+    nb::dict result;
+    result["provider"] = caps.provider;
+    result["fabric"] = caps.fabric;
+    result["domain"] = caps.domain;
+    result["cq_data_size"] = caps.cq_data_size;
+    result["mr_mode"] = caps.mr_mode;
+    result["mr_key_size"] = caps.mr_key_size;
+    result["mr_local"] = caps.mr_local();
+    result["mr_virt_addr"] = caps.mr_virt_addr();
+    result["mr_prov_key"] = caps.mr_prov_key();
+    result["mr_allocated"] = caps.mr_allocated();
+    result["max_msg_size"] = caps.max_msg_size;
+    result["inject_size"] = caps.inject_size;
+    result["tx_size"] = caps.tx_size;
+    result["window"] = engine.window();
+    result["wait_fd"] = engine.has_wait_fd();
+    result["ordered"] = caps.ordered;
+    return result;
+}
+
+nb::dict metrics(const Engine &engine) {
+    nb::dict result;
+    engine.metrics().each([&result](const char *name, uint64_t value) { result[name] = value; });
+    const uint64_t busy = engine.metrics().busy_since_ns.load(std::memory_order_relaxed);
+    const uint64_t now = now_ns();
+    result["busy_us"] = busy != 0 && now > busy ? (now - busy) / 1000 : 0;
+    return result;
+}
+
+void raise_in_python(const std::exception_ptr &pointer, void *) {
+    try {
+        std::rethrow_exception(pointer);
+    } catch (const Error &error) {
+        nb::dict fields;
+        for (const auto &[name, value] : error.fields()) {
+            fields[name.c_str()] = value;
+        }
+        const nb::object type = nb::module_::import_("baton_fabric.errors").attr("FabricError");
+        const nb::object instance = type(error.what(), error.status(), error.reason(), fields);
+        PyErr_SetObject(type.ptr(), instance.ptr());
+    }
+}
+
+void bind_events(nb::module_ &m) {
+    nb::class_<TransferStats>(m, "TransferStats")
+        .def_ro("bytes", &TransferStats::bytes)
+        .def_ro("pages", &TransferStats::pages)
+        .def_ro("extents", &TransferStats::extents)
+        .def_ro("writes", &TransferStats::writes)
+        .def_ro("first_post_ns", &TransferStats::first_post_ns)
+        .def_ro("last_completion_ns", &TransferStats::last_completion_ns)
+        .def_ro("final_layer_ns", &TransferStats::final_layer_ns)
+        .def_prop_ro("duration_us", &TransferStats::duration_us)
+        .def_prop_ro("overlapped_us", &TransferStats::overlapped_us)
+        .def_prop_ro("exposed_us", &TransferStats::exposed_us)
+        .def_prop_ro("first_post_us", &TransferStats::first_post_us);
+    nb::class_<InboxFull>(m, "InboxFull")
+        .def_ro("slot", &InboxFull::slot)
+        .def_ro("generation", &InboxFull::generation)
+        .def_ro("extents", &InboxFull::extents)
+        .def_ro("first_ns", &InboxFull::first_ns)
+        .def_ro("full_ns", &InboxFull::full_ns);
+    nb::class_<InboxViolation>(m, "InboxViolation")
+        .def_ro("slot", &InboxViolation::slot)
+        .def_ro("generation", &InboxViolation::generation)
+        .def_ro("expected", &InboxViolation::expected)
+        .def_ro("extents", &InboxViolation::extents);
+    nb::class_<TransferDone>(m, "TransferDone")
+        .def_ro("transfer", &TransferDone::transfer)
+        .def_ro("stats", &TransferDone::stats);
+    nb::class_<TransferFailed>(m, "TransferFailed")
+        .def_ro("transfer", &TransferFailed::transfer)
+        .def_ro("reason", &TransferFailed::reason)
+        .def_ro("quiesced", &TransferFailed::quiesced)
+        .def_ro("stats", &TransferFailed::stats);
+    nb::class_<TransferCancelled>(m, "TransferCancelled")
+        .def_ro("transfer", &TransferCancelled::transfer)
+        .def_ro("quiesced", &TransferCancelled::quiesced)
+        .def_ro("stats", &TransferCancelled::stats);
+    nb::class_<PeerFailed>(m, "PeerFailed")
+        .def_ro("peer", &PeerFailed::peer)
+        .def_ro("reason", &PeerFailed::reason)
+        .def_ro("detail", &PeerFailed::detail);
+    nb::class_<EngineFailed>(m, "EngineFailed").def_ro("detail", &EngineFailed::detail);
+}
+
+}  // namespace
+
 NB_MODULE(_native, m) {
-    m.def("libfabric_version", [] { return fi_version(); });
+    nb::register_exception_translator(raise_in_python);
+    m.def("libfabric_version", [] { return std::make_pair(FI_MAJOR(fi_version()), FI_MINOR(fi_version())); });
+    bind_events(m);
+
+    nb::class_<Engine>(m, "Engine")
+        .def(
+            "__init__",
+            [](Engine *self, std::string provider, std::string node, bool spin, uint64_t post_timeout_ms) {
+                const nb::gil_scoped_release release;
+                new (self) Engine({std::move(provider), std::move(node), spin, post_timeout_ms * 1'000'000});
+            },
+            nb::arg("provider") = "auto", nb::arg("node") = "127.0.0.1", nb::arg("spin") = false,
+            nb::arg("post_timeout_ms") = 5000)
+        .def_prop_ro("provider", [](const Engine &engine) { return engine.capabilities().provider; })
+        .def("capabilities", &capabilities)
+        .def_prop_ro("event_fd", &Engine::event_fd)
+        .def("events", &Engine::events)
+        .def("close", &Engine::close, NoGil())
+        .def("metrics", &metrics)
+        .def(
+            "register_region",
+            [](Engine &engine, int fd, uint64_t length) {
+                const nb::gil_scoped_release release;
+                const auto region = engine.register_region(fd, length);
+                return std::make_tuple(region.region, region.key, region.base);
+            },
+            nb::arg("fd"), nb::arg("length"))
+        .def("deregister_region", &Engine::deregister_region, nb::arg("region"), NoGil())
+        .def("attach_counter", &Engine::attach_counter, nb::arg("memory_fd"), nb::arg("doorbell_fd"), NoGil())
+        .def("detach_counter", &Engine::detach_counter, nb::arg("counter"), NoGil())
+        .def("open_endpoint",
+             [](Engine &engine) {
+                 const auto [endpoint, address] = [&engine] {
+                     const nb::gil_scoped_release release;
+                     return engine.open_endpoint();
+                 }();
+                 return nb::make_tuple(endpoint, nb::bytes(address.data(), address.size()));
+             })
+        .def("close_endpoint", &Engine::close_endpoint, nb::arg("endpoint"), NoGil())
+        .def("open_inbox", &Engine::open_inbox, nb::arg("endpoint"), nb::arg("slot"), nb::arg("generation"),
+             nb::arg("expected"), nb::arg("regions") = nb::none(), NoGil())
+        .def("close_inbox", &Engine::close_inbox, nb::arg("slot"), nb::arg("generation"), NoGil())
+        .def(
+            "connect",
+            [](Engine &engine, const nb::bytes &address) {
+                std::string copy(static_cast<const char *>(address.data()), address.size());
+                const nb::gil_scoped_release release;
+                return engine.connect(std::move(copy));
+            },
+            nb::arg("address"))
+        .def("disconnect", &Engine::disconnect, nb::arg("peer"), NoGil())
+        .def("open_transfer", &open_transfer, nb::arg("transfer"), nb::arg("peer"), nb::arg("slot"),
+             nb::arg("generation"), nb::arg("counter"), nb::arg("layers"), nb::arg("streams"),
+             nb::arg("source_pages"), nb::arg("destination_pages"), NoGil())
+        .def("submit_chunks", &submit_chunks, nb::arg("chunks"), NoGil())
+        .def("cancel_transfer", &Engine::cancel_transfer, nb::arg("transfer"), NoGil());
 }

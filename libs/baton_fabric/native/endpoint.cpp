@@ -1,0 +1,71 @@
+#include "endpoint.hpp"
+
+#include "error.hpp"
+
+#include <rdma/fi_errno.h>
+
+namespace baton::fabric {
+
+Endpoint::Endpoint(Domain &domain) : format_(domain.info().addr_format) {
+    fi_av_attr attributes{};
+    attributes.type = FI_AV_UNSPEC;
+    attributes.count = 1;
+    fid_av *addresses = nullptr;
+    check("fi_av_open", fi_av_open(domain.fid(), &attributes, &addresses, nullptr));
+    addresses_.reset(addresses);
+
+    fid_ep *endpoint = nullptr;
+    check("fi_endpoint", fi_endpoint(domain.fid(), const_cast<fi_info *>(&domain.info()), &endpoint, nullptr));
+    endpoint_.reset(endpoint);
+    check("fi_ep_bind(av)", fi_ep_bind(endpoint, &addresses->fid, 0));
+    check("fi_ep_bind(cq)", fi_ep_bind(endpoint, &domain.queue()->fid, FI_TRANSMIT | FI_RECV));
+    check("fi_enable", fi_enable(endpoint));
+
+    char buffer[256];
+    size_t length = sizeof buffer;
+    check("fi_getname", fi_getname(&endpoint->fid, buffer, &length));
+    address_.assign(buffer, length);
+}
+
+void Endpoint::close() {
+    if (endpoint_) {
+        check("fi_close(ep)", fi_close(&endpoint_->fid));
+        static_cast<void>(endpoint_.release());
+    }
+}
+
+fi_addr_t Endpoint::insert(const std::string &address) {
+    // Providers take it for granted that an address has its format's length, or ends.
+    const bool text = format_ == FI_ADDR_STR;
+    const std::string terminated = text ? std::string(address.c_str()) : address;
+    if (terminated.empty() || (!text && address.size() != address_.size())) {
+        throw invalid("BAD_ADDRESS", "the address of a peer has " + std::to_string(address.size()) + " bytes, not " +
+                                         std::to_string(address_.size()) + " as this provider's addresses");
+    }
+    fi_addr_t peer = FI_ADDR_NOTAVAIL;
+    if (fi_av_insert(addresses_.get(), terminated.c_str(), 1, &peer, 0, nullptr) != 1 || peer == FI_ADDR_NOTAVAIL) {
+        throw invalid("BAD_ADDRESS", "the provider does not understand the address of a peer (" +
+                                         std::to_string(address.size()) + " bytes)");
+    }
+    return peer;
+}
+
+ssize_t Endpoint::post(const Write &write, fi_addr_t peer, uint32_t immediate, bool delivery_complete,
+                       void *context) {
+    iovec local{const_cast<void *>(write.source), write.length};
+    fi_rma_iov remote{write.remote_address, write.length, write.remote_key};
+    void *descriptor = write.descriptor;
+    fi_msg_rma message{};
+    message.msg_iov = &local;
+    message.desc = &descriptor;
+    message.iov_count = 1;
+    message.addr = peer;
+    message.rma_iov = &remote;
+    message.rma_iov_count = 1;
+    message.context = context;
+    message.data = immediate;
+    const uint64_t flags = FI_REMOTE_CQ_DATA | FI_COMPLETION | (delivery_complete ? FI_DELIVERY_COMPLETE : 0);
+    return fi_writemsg(endpoint_.get(), &message, flags);
+}
+
+}  // namespace baton::fabric

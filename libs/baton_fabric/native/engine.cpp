@@ -1,0 +1,181 @@
+#include "engine.hpp"
+
+#include "error.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+
+#include <chrono>
+#include <future>
+#include <mutex>
+#include <thread>
+
+namespace baton::fabric {
+
+// Shared with the progress thread, so that it stays valid for one that never returns from the provider.
+struct Engine::Core {
+    explicit Core(const Options &options)
+        : progress(std::make_unique<Progress>(options, commands, events, metrics)) {}
+
+    CommandQueue commands;
+    EventQueue events;
+    Metrics metrics;
+    std::unique_ptr<Progress> progress;
+    std::promise<void> finished;
+    std::mutex closing;
+    std::thread thread;
+};
+
+Engine::Engine(const Options &options) : core_(std::make_shared<Core>(options)) {
+    capabilities_ = core_->progress->domain().capabilities();
+    window_ = core_->progress->sender().window();
+    has_wait_fd_ = core_->progress->domain().wait_fd() >= 0;
+
+    // Signals are for the threads of the language above.
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    core_->thread = std::thread([core = core_] {
+        pthread_setname_np(pthread_self(), "baton-fabric");
+        prctl(PR_SET_TIMERSLACK, 1000UL);  // the default of 50 us doubles the shortest poll interval
+        core->progress->run();
+        // What was asked and not heard fails with a broken promise.
+        core->commands.close();
+        core->progress.reset();
+        core->metrics.busy_since_ns.store(0);
+        core->finished.set_value();
+    });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Engine::~Engine() { close(); }
+
+void Engine::close() {
+    const std::lock_guard lock(core_->closing);
+    if (!core_->thread.joinable()) {
+        return;
+    }
+    core_->commands.push([core = core_.get()] { core->progress->stop(); });
+    if (core_->finished.get_future().wait_for(std::chrono::nanoseconds(kCallNs)) == std::future_status::ready) {
+        core_->thread.join();
+    } else {
+        core_->thread.detach();
+    }
+}
+
+template <class Function> auto Engine::call(Function function, uint64_t timeout_ns) {
+    using Result = decltype(function(*core_->progress));
+    const auto closed = [] {
+        return Error("the engine is closed", "FAILED_PRECONDITION", "ENGINE_CLOSED");
+    };
+    auto promise = std::make_shared<std::promise<Result>>();
+    auto future = promise->get_future();
+    const bool taken =
+        core_->commands.push([promise = std::move(promise), function = std::move(function), core = core_.get()]() mutable {
+            try {
+                if constexpr (std::is_void_v<Result>) {
+                    function(*core->progress);
+                    promise->set_value();
+                } else {
+                    promise->set_value(function(*core->progress));
+                }
+            } catch (...) {
+                promise->set_exception(std::current_exception());
+            }
+        });
+    if (!taken) {
+        throw closed();
+    }
+    if (future.wait_for(std::chrono::nanoseconds(timeout_ns)) != std::future_status::ready) {
+        throw Error("the progress thread has not answered for " + std::to_string(timeout_ns / 1'000'000'000) +
+                        " s: the provider does not return",
+                    "DEADLINE_EXCEEDED", "ENGINE_STALLED");
+    }
+    try {
+        return future.get();
+    } catch (const std::future_error &) {
+        throw closed();
+    }
+}
+
+const Metrics &Engine::metrics() const { return core_->metrics; }
+
+int Engine::event_fd() const { return core_->events.fd(); }
+
+std::vector<Event> Engine::events() { return core_->events.take(); }
+
+Engine::RegisteredRegion Engine::register_region(int fd, uint64_t length) {
+    // The descriptor is the caller's again if the call times out, and a stalled thread must not use it then.
+    auto own = std::make_shared<UniqueFd>(UniqueFd::duplicate(fd));
+    return call(
+        [own, length](Progress &progress) {
+            const Region &region = progress.regions().add(own->get(), length);
+            return RegisteredRegion{region.id, region.key, region.base};
+        },
+        kRegisterNs);
+}
+
+void Engine::deregister_region(uint64_t region) {
+    call([region](Progress &progress) { progress.deregister_region(region); });
+}
+
+uint64_t Engine::attach_counter(int memory_fd, int doorbell_fd) {
+    auto memory = std::make_shared<UniqueFd>(UniqueFd::duplicate(memory_fd));
+    auto doorbell = std::make_shared<UniqueFd>(UniqueFd::duplicate(doorbell_fd));
+    return call([memory, doorbell](Progress &progress) {
+        return progress.attach_counter(memory->get(), doorbell->get());
+    });
+}
+
+void Engine::detach_counter(uint64_t counter) {
+    call([counter](Progress &progress) { progress.detach_counter(counter); });
+}
+
+std::pair<uint64_t, std::string> Engine::open_endpoint() {
+    return call([](Progress &progress) { return progress.open_endpoint(); });
+}
+
+std::vector<std::pair<uint32_t, uint32_t>> Engine::close_endpoint(uint64_t endpoint) {
+    return call([endpoint](Progress &progress) { return progress.close_endpoint(endpoint); });
+}
+
+void Engine::open_inbox(uint64_t endpoint, uint64_t slot, uint64_t generation, uint64_t expected,
+                        std::optional<std::vector<uint64_t>> regions) {
+    call([=, regions = std::move(regions)](Progress &progress) {
+        progress.open_inbox(endpoint, slot, generation, expected, regions ? *regions : progress.regions().ids());
+    });
+}
+
+bool Engine::close_inbox(uint64_t slot, uint64_t generation) {
+    return call([slot, generation](Progress &progress) { return progress.close_inbox(slot, generation); });
+}
+
+uint64_t Engine::connect(std::string address) {
+    return call([address = std::move(address)](Progress &progress) { return progress.connect(address); });
+}
+
+void Engine::disconnect(uint64_t peer) {
+    call([peer](Progress &progress) { progress.sender().disconnect(peer); });
+}
+
+void Engine::open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan, std::vector<StreamRequest> streams) {
+    call([peer, counter, plan = std::move(plan), streams = std::move(streams)](Progress &progress) mutable {
+        for (auto &request : streams) {
+            request.stream.region = &progress.regions().at(request.region);
+            plan.streams.push_back(std::move(request.stream));
+        }
+        progress.open_transfer(peer, counter, std::move(plan));
+    });
+}
+
+void Engine::submit_chunks(Chunks chunks) {
+    call([chunks = std::move(chunks)](Progress &progress) { progress.sender().submit(chunks, now_ns()); });
+}
+
+void Engine::cancel_transfer(uint64_t transfer) {
+    call([transfer](Progress &progress) { progress.sender().cancel(transfer); });
+}
+
+}  // namespace baton::fabric

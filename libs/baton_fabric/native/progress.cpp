@@ -1,0 +1,213 @@
+#include "progress.hpp"
+
+#include "error.hpp"
+
+#include <algorithm>
+#include <set>
+
+namespace baton::fabric {
+namespace {
+
+// How often a provider without a wait descriptor is polled while something may happen: at first, and at the least.
+// A poll that finds nothing costs 1 to 2 us.
+constexpr uint64_t kShortestPollNs = 50'000;
+constexpr uint64_t kLongestPollNs = 200'000;
+
+}  // namespace
+
+Progress::Progress(const Options &options, CommandQueue &commands, EventQueue &events, Metrics &metrics)
+    : options_(options),
+      commands_(commands),
+      events_(events),
+      metrics_(metrics),
+      domain_(options.provider, options.node),
+      regions_(domain_, metrics),
+      counters_(metrics),
+      inboxes_(regions_, events, metrics),
+      sender_(domain_, events, metrics, options.post_timeout_ns),
+      poll_interval_ns_(kShortestPollNs) {
+    waiter_.add(commands.fd(), Waiter::Source::kCommands, 0, true);
+    if (domain_.wait_fd() >= 0) {
+        waiter_.add(domain_.wait_fd(), Waiter::Source::kQueue, 0, false);
+    }
+}
+
+std::pair<uint64_t, std::string> Progress::open_endpoint() {
+    auto endpoint = std::make_unique<Endpoint>(domain_);
+    const std::string address = endpoint->address();
+    const uint64_t id = next_endpoint_++;
+    endpoints_.emplace(id, std::move(endpoint));
+    metrics_.endpoints.add();
+    return {id, address};
+}
+
+std::vector<std::pair<uint32_t, uint32_t>> Progress::close_endpoint(uint64_t id) {
+    const auto found = endpoints_.find(id);
+    if (found == endpoints_.end()) {
+        throw unknown("endpoint", "UNKNOWN_ENDPOINT", id);
+    }
+    // What has arrived already still counts.
+    poll(now_ns());
+    found->second->close();
+    poll(now_ns());
+    endpoints_.erase(found);
+    metrics_.endpoints.subtract();
+    auto dropped = inboxes_.close_all(id);
+    regions_.endpoint_closed(id);
+    return dropped;
+}
+
+void Progress::open_inbox(uint64_t endpoint, uint64_t slot, uint64_t generation, uint64_t expected,
+                          std::vector<uint64_t> regions) {
+    if (!endpoints_.contains(endpoint)) {
+        throw unknown("endpoint", "UNKNOWN_ENDPOINT", endpoint);
+    }
+    inboxes_.open(endpoint, slot, generation, expected, std::move(regions), now_ns());
+}
+
+bool Progress::close_inbox(uint64_t slot, uint64_t generation) {
+    const bool was_full = inboxes_.close(slot, generation);
+    if (!was_full) {
+        // Its sender may still be draining, which over a provider that must be polled takes our part.
+        linger_until_ns_ = now_ns() + options_.post_timeout_ns;
+    }
+    return was_full;
+}
+
+void Progress::deregister_region(uint64_t region) {
+    std::set<uint64_t> open;
+    for (const auto &[id, endpoint] : endpoints_) {
+        open.insert(id);
+    }
+    regions_.remove(region, std::move(open));
+}
+
+uint64_t Progress::attach_counter(int memory_fd, int doorbell_fd) {
+    LayerCounter &counter = counters_.add(memory_fd, doorbell_fd);
+    waiter_.add(counter.doorbell(), Waiter::Source::kDoorbell, counter.id(), true);
+    return counter.id();
+}
+
+void Progress::detach_counter(uint64_t id) {
+    const int doorbell = counters_.at(id).doorbell();
+    counters_.check_unused(id);
+    waiter_.remove(doorbell);
+    counters_.remove(id);
+}
+
+uint64_t Progress::connect(const std::string &address) {
+    Peer &peer = sender_.connect(address);
+    if (peer.process_fd() >= 0) {
+        waiter_.add(peer.process_fd(), Waiter::Source::kProcess, peer.id(), true);
+    }
+    return peer.id();
+}
+
+void Progress::open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan) {
+    sender_.open(peer, counters_.at(counter), std::move(plan), now_ns());
+}
+
+void Progress::run() {
+    expected_ns_ = now_ns();
+    try {
+        while (!stopping_) {
+            turn();
+        }
+        close_all("ENGINE_CLOSED");
+    } catch (const std::exception &error) {
+        close_all("ENGINE_FAILED");
+        events_.push(EngineFailed{error.what()});
+    }
+}
+
+void Progress::close_all(const char *reason) {
+    sender_.close(reason);
+    endpoints_.clear();
+}
+
+void Progress::turn() {
+    const uint64_t now = now_ns();
+    metrics_.busy_since_ns.store(now, std::memory_order_relaxed);
+    if (now > expected_ns_ + options_.post_timeout_ns / 2) {
+        sender_.forgive(now);  // the whole process was stopped, or the machine was
+    }
+    expected_ns_ = now;
+
+    bool active = commands_.pending();
+    if (active) {
+        for (auto &command : commands_.take()) {
+            command();
+        }
+    }
+    for (const auto &counter : counters_.all()) {
+        if (counter->refresh()) {
+            sender_.counter_moved(*counter, now);
+            active = true;
+        }
+    }
+    // Completions first: they may be what a deadline waits for.
+    active |= poll(now) != 0;
+    sender_.check_deadlines(now);
+    const uint64_t before = metrics_.writes.get();
+    const bool more = sender_.post(now);
+    active |= more || metrics_.writes.get() != before;
+
+    // A post may complete at once, and a queue must have been read empty before one blocks.
+    if (active) {
+        poll_interval_ns_ = kShortestPollNs;
+    } else if (!options_.spin) {
+        wait(now);
+    }
+}
+
+size_t Progress::poll(uint64_t now) {
+    const size_t count = domain_.poll([this, now](const Completion &completion) {
+        auto *context = static_cast<WriteContext *>(completion.context);
+        switch (completion.kind) {
+        case Completion::Kind::kRemoteWrite:
+            inboxes_.arrived(completion.immediate, now);
+            break;
+        case Completion::Kind::kWrite:
+            sender_.completed(*context, now);
+            break;
+        case Completion::Kind::kError:
+            if (context != nullptr) {
+                sender_.write_failed(*context, completion.detail);
+            } else {
+                metrics_.receive_errors.add();
+            }
+            break;
+        }
+    });
+    if (count == 0) {
+        sender_.queue_empty();
+    }
+    return count;
+}
+
+uint64_t Progress::wake_time(uint64_t now) {
+    uint64_t wake = sender_.next_time_ns();
+    const bool open = inboxes_.waiting() != 0 || sender_.writes_in_flight() || now < linger_until_ns_;
+    if (domain_.wait_fd() < 0 && open) {
+        wake = std::min(wake, now + poll_interval_ns_);
+        poll_interval_ns_ = std::min(2 * poll_interval_ns_, kLongestPollNs);
+    }
+    return wake;
+}
+
+void Progress::wait(uint64_t now) {
+    if (domain_.wait_fd() >= 0 && !domain_.may_block()) {
+        return;
+    }
+    const uint64_t wake = wake_time(now);
+    metrics_.busy_since_ns.store(0, std::memory_order_relaxed);
+    waiter_.wait(now, wake, [this](Waiter::Source source, uint64_t id) {
+        if (source == Waiter::Source::kProcess) {
+            sender_.process_ended(id);
+        }
+    });
+    metrics_.wakeups.add();
+    expected_ns_ = wake == Waiter::kForever ? Waiter::kForever - options_.post_timeout_ns : wake;
+}
+
+}  // namespace baton::fabric

@@ -1,0 +1,125 @@
+#include "provider.hpp"
+
+#include "error.hpp"
+#include "immediate.hpp"
+
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace baton::fabric {
+namespace {
+
+constexpr uint64_t kWriteAfterWrite = FI_ORDER_WAW | FI_ORDER_RMA_WAW;
+
+// fi_getinfo of one provider name; null where there is none.
+Info query(const std::string &name, const std::string &node, uint64_t order) {
+    Info hints(fi_allocinfo());
+    if (!hints) {
+        throw fabric_call_failed("fi_allocinfo", -FI_ENOMEM);
+    }
+    hints->caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+    hints->mode = FI_CONTEXT | FI_CONTEXT2;
+    hints->ep_attr->type = FI_EP_RDM;
+    hints->domain_attr->mr_mode =
+        static_cast<int>(FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY | FI_MR_ALLOCATED);
+    hints->domain_attr->threading = FI_THREAD_DOMAIN;
+    hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
+    hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
+    hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+    hints->tx_attr->msg_order = order;
+    hints->rx_attr->msg_order = order;
+    hints->fabric_attr->prov_name = strdup(name.c_str());
+
+    // shm names its endpoints by process; an IP address means nothing to it.
+    const bool by_node = name != "shm" && !node.empty();
+    fi_info *found = nullptr;
+    const int result = fi_getinfo(FI_VERSION(1, 11), by_node ? node.c_str() : nullptr, nullptr,
+                                  by_node ? FI_SOURCE : 0, hints.get(), &found);
+    if (result != 0) {
+        return nullptr;
+    }
+    return Info(found);
+}
+
+// Asks for ordered writes first: a provider promises an order only where it was asked for.
+Info query(const std::string &name, const std::string &node) {
+    for (const uint64_t order : {static_cast<uint64_t>(kWriteAfterWrite), static_cast<uint64_t>(FI_ORDER_WAW),
+                                 static_cast<uint64_t>(0)}) {
+        Info found = query(name, node, order);
+        // "tcp" alone also matches "tcp;ofi_rxm" in libfabric 1.x, where tcp itself has no RDM endpoints.
+        for (const fi_info *info = found.get(); info != nullptr; info = info->next) {
+            if (name == info->fabric_attr->prov_name) {
+                return Info(fi_dupinfo(info));
+            }
+        }
+    }
+    return nullptr;
+}
+
+std::vector<std::string> names_of(const std::string &provider) {
+    if (provider == "auto" || provider == "tcp") {
+        // The RDM provider over tcp is "tcp" in libfabric 2 and "net" in 1.17, a little faster both than rxm over tcp:
+        // 286 to 299 against 239 thousand writes of 4 KiB a second, 5.6 against 5.2 GB/s at 1 MiB (loopback, 2 cores).
+        return {"tcp", "net", "tcp;ofi_rxm"};
+    }
+    return {provider};
+}
+
+}  // namespace
+
+Info find_provider(const std::string &provider, const std::string &node) {
+    const auto names = names_of(provider);
+    for (const auto &name : names) {
+        Info info = query(name, node);
+        if (info && info->domain_attr->cq_data_size >= sizeof(uint32_t)) {
+            return info;
+        }
+    }
+    std::string tried;
+    for (const auto &name : names) {
+        tried += (tried.empty() ? "" : ", ") + name;
+    }
+    throw Error("libfabric has no provider for \"" + provider + "\" on node \"" + node +
+                    "\" with reliable datagrams, remote writes and 32 bits of remote CQ data; tried: " + tried,
+                "UNAVAILABLE", "PROVIDER_UNAVAILABLE", {{"provider", provider}, {"node", node}, {"tried", tried}});
+}
+
+Capabilities capabilities_of(const fi_info &info) {
+    Capabilities caps;
+    const auto text = [](const char *value) { return std::string(value != nullptr ? value : ""); };
+    caps.provider = text(info.fabric_attr->prov_name);
+    caps.fabric = text(info.fabric_attr->name);
+    caps.domain = text(info.domain_attr->name);
+    caps.mr_mode = static_cast<uint64_t>(static_cast<uint32_t>(info.domain_attr->mr_mode));
+    caps.mr_key_size = info.domain_attr->mr_key_size;
+    caps.cq_data_size = info.domain_attr->cq_data_size;
+    caps.max_msg_size = info.ep_attr->max_msg_size;
+    caps.inject_size = info.tx_attr->inject_size;
+    caps.tx_size = info.tx_attr->size;
+    caps.ordered = (info.tx_attr->msg_order & kWriteAfterWrite) != 0 &&
+                   (info.rx_attr->msg_order & kWriteAfterWrite) != 0 &&
+                   info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
+    return caps;
+}
+
+bool Capabilities::mr_local() const { return (mr_mode & FI_MR_LOCAL) != 0; }
+bool Capabilities::mr_virt_addr() const { return (mr_mode & FI_MR_VIRT_ADDR) != 0; }
+bool Capabilities::mr_prov_key() const { return (mr_mode & FI_MR_PROV_KEY) != 0; }
+bool Capabilities::mr_allocated() const { return (mr_mode & FI_MR_ALLOCATED) != 0; }
+
+int process_of(const Capabilities &capabilities, const std::string &address) {
+    constexpr const char *kPrefix = "fi_shm://";
+    if (capabilities.provider != "shm" || address.rfind(kPrefix, 0) != 0) {
+        return 0;
+    }
+    return static_cast<int>(std::strtol(address.c_str() + std::strlen(kPrefix), nullptr, 10));
+}
+
+}  // namespace baton::fabric

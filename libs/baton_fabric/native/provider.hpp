@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <rdma/fabric.h>
+
+namespace baton::fabric {
+
+// What fi_getinfo said of the provider, and nothing that it did not say.
+struct Capabilities {
+    std::string provider;
+    std::string fabric;
+    std::string domain;
+    uint64_t mr_mode = 0;
+    uint64_t mr_key_size = 0;
+    uint64_t cq_data_size = 0;
+    uint64_t max_msg_size = 0;
+    uint64_t inject_size = 0;
+    uint64_t tx_size = 0;
+    // Writes to a peer land in the order of posting.
+    bool ordered = false;
+
+    bool mr_local() const;
+    bool mr_virt_addr() const;
+    bool mr_prov_key() const;
+    bool mr_allocated() const;
+};
+
+struct InfoDeleter {
+    void operator()(fi_info *info) const { fi_freeinfo(info); }
+};
+using Info = std::unique_ptr<fi_info, InfoDeleter>;
+
+// Asks libfabric for an RDM endpoint that can write with remote CQ data. `provider` is "auto", "tcp", "shm" or a
+// libfabric name; `node` the local address to bind to. Throws Error(PROVIDER_UNAVAILABLE).
+Info find_provider(const std::string &provider, const std::string &node);
+
+Capabilities capabilities_of(const fi_info &info);
+
+// The process behind an address that says so (shm does: "fi_shm://<pid>..."), otherwise 0.
+int process_of(const Capabilities &capabilities, const std::string &address);
+
+}  // namespace baton::fabric

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#include "domain.hpp"
+#include "metrics.hpp"
+#include "resources.hpp"
+
+namespace baton::fabric {
+
+// Memory that was handed over and is registered with the domain.
+struct Region {
+    uint64_t id = 0;
+    Mapping mapping;
+    UniqueFid<fid_mr> registration;  // closed before the mapping goes
+    void *descriptor = nullptr;
+    uint64_t key = 0;
+    uint64_t base = 0;       // what a remote address adds to an offset
+    uint32_t transfers = 0;  // that read it and have not ended
+    uint32_t inboxes = 0;    // that are open, not full, and said to be written through it
+
+    const char *bytes() const { return static_cast<const char *>(mapping.address()); }
+    uint64_t length() const { return mapping.length(); }
+};
+
+class RegionTable {
+  public:
+    RegionTable(Domain &domain, Metrics &metrics) : domain_(domain), metrics_(metrics) {}
+
+    Region &add(int fd, uint64_t length);
+    Region &at(uint64_t id);
+    Region *find(uint64_t id);
+    std::vector<uint64_t> ids() const;
+
+    // `endpoints`: the receiving endpoints open now. Deregistering memory is no fence: over tcp, writes in flight went
+    // on landing afterwards. They can come over these endpoints only, so until those are closed the addresses stay
+    // mapped, to memory that nobody sees.
+    void remove(uint64_t id, std::set<uint64_t> endpoints);
+    void endpoint_closed(uint64_t endpoint);
+
+  private:
+    struct Retired {
+        Mapping mapping;
+        std::set<uint64_t> endpoints;
+    };
+
+    uint64_t draw_key();
+
+    Domain &domain_;
+    Metrics &metrics_;
+    uint64_t next_ = 1;
+    std::random_device random_;
+    std::unordered_map<uint64_t, std::unique_ptr<Region>> regions_;
+    std::vector<Retired> retired_;
+};
+
+}  // namespace baton::fabric

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include <rdma/fabric.h>
+
+namespace baton::fabric {
+
+// CLOCK_MONOTONIC, nanoseconds.
+uint64_t now_ns();
+
+class UniqueFd {
+  public:
+    UniqueFd() = default;
+    explicit UniqueFd(int fd) : fd_(fd) {}
+    UniqueFd(UniqueFd &&other) noexcept : fd_(other.release()) {}
+    UniqueFd &operator=(UniqueFd &&other) noexcept;
+    ~UniqueFd();
+
+    // A close-on-exec duplicate. Throws Error.
+    static UniqueFd duplicate(int fd);
+    // A non-blocking eventfd at 0. Throws Error.
+    static UniqueFd event();
+
+    int get() const { return fd_; }
+    explicit operator bool() const { return fd_ >= 0; }
+
+  private:
+    int release();
+    int fd_ = -1;
+};
+
+// A shared, writable mapping of a file's first bytes.
+class Mapping {
+  public:
+    Mapping() = default;
+    // Throws Error.
+    Mapping(int fd, size_t length);
+    Mapping(Mapping &&other) noexcept;
+    Mapping &operator=(Mapping &&other) noexcept;
+    ~Mapping();
+
+    // Puts private memory that nobody else sees in the place of the file: a write that still comes does not fault and
+    // does not reach the file. The file's memory is let go at once.
+    void replace_by_nothing();
+
+    void *address() const { return address_; }
+    size_t length() const { return length_; }
+
+  private:
+    void *address_ = nullptr;
+    size_t length_ = 0;
+};
+
+struct FidCloser {
+    template <class Fid> void operator()(Fid *fid) const { fi_close(&fid->fid); }
+};
+
+// Owns a libfabric object: closed when it goes.
+template <class Fid> using UniqueFid = std::unique_ptr<Fid, FidCloser>;
+
+}  // namespace baton::fabric

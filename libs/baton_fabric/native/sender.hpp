@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "counters.hpp"
+#include "domain.hpp"
+#include "events.hpp"
+#include "metrics.hpp"
+#include "peer.hpp"
+#include "regions.hpp"
+#include "transfer.hpp"
+
+namespace baton::fabric {
+
+// The sending side of an engine: peers, transfers, and the life of each to its one terminal event.
+class Sender {
+  public:
+    Sender(Domain &domain, EventQueue &events, Metrics &metrics, uint64_t post_timeout_ns);
+    ~Sender();
+
+    // Commands; see _native.pyi.
+    Peer &connect(const std::string &address);
+    void disconnect(uint64_t peer);
+    void open(uint64_t peer, LayerCounter &counter, TransferPlan plan, uint64_t now);
+    void submit(const std::vector<std::pair<uint64_t, Chunk>> &chunks, uint64_t now);
+    void cancel(uint64_t transfer);
+    // Fails every transfer and closes every peer.
+    void close(const char *reason);
+
+    // What happens.
+    void counter_moved(LayerCounter &counter, uint64_t now);
+    void completed(WriteContext &context, uint64_t now);
+    void write_failed(WriteContext &context, const std::string &detail);
+    void process_ended(uint64_t peer);
+    // The completion queue was found empty: nothing names the contexts of closed peers any more.
+    void queue_empty();
+    void check_deadlines(uint64_t now);
+    // The thread itself did not run for a while: that is no peer's fault.
+    void forgive(uint64_t now);
+
+    // Posts what is ready, a bounded amount; true if there is more that could be posted now.
+    bool post(uint64_t now);
+    // The earliest time at which check_deadlines or post has something to do; the maximum if there is none.
+    uint64_t next_time_ns() const;
+    bool writes_in_flight() const { return metrics_.writes_in_flight.get() != 0; }
+    uint32_t window() const { return window_; }
+
+  private:
+    void post_turn(Peer &peer, uint64_t now);
+    void enqueue(Transfer &transfer, uint64_t now);
+    void stop_waiting(Transfer &transfer);
+    // Ends the transfer if nothing is left to do for it.
+    void finish(Transfer &transfer);
+    void end(Transfer &transfer, Event event);
+    void fail(Peer &peer, const char *reason, const std::string &detail);
+    void fail_transfers(Peer &peer, const char *reason);
+    ContextBlock take_contexts();
+    void retire(ContextBlock contexts);
+
+    Domain &domain_;
+    EventQueue &events_;
+    Metrics &metrics_;
+    uint64_t post_timeout_ns_;
+    uint32_t window_;
+    WriteLimits limits_;
+    uint64_t next_peer_ = 1;
+    size_t turn_ = 0;
+    std::vector<std::unique_ptr<Peer>> peers_;
+    std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
+    std::deque<ContextBlock> free_contexts_;
+    std::vector<ContextBlock> retired_contexts_;
+};
+
+}  // namespace baton::fabric
