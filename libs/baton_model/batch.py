@@ -70,6 +70,8 @@ class ForwardBatch:
                 f"token_ids and positions are {list(self.token_ids.shape)} and {list(self.positions.shape)}; both "
                 f"must be one-dimensional and equally long"
             )
+        if not sequences:
+            raise InvalidBatch("the batch is empty; it must have at least one sequence")
         if sum(self.query_lens) != tokens:
             raise InvalidBatch(f"query_lens sum to {sum(self.query_lens)}; the batch has {tokens} tokens")
         if len(self.context_lens) != sequences or len(self.page_tables) != sequences:

@@ -20,7 +20,7 @@ class KvCache:
     `buffer` is any writable buffer of at least that many bytes, usually shared memory; the cache keeps it alive, and
     the caller must not unmap it while the cache is in use. What the buffer holds is taken as it is. Entries are
     addressed by rows of a two-dimensional view of a layer, so that a layout is nothing but an index computation:
-    `token_rows` for writing single tokens, `page_rows` for gathering whole pages.
+    `token_rows` for writing single tokens, `page_rows` for whole pages.
 
     Raises `InvalidBatch` where the buffer is too small or a size is not positive.
     """
@@ -70,7 +70,7 @@ class KvCache:
         return rows.reshape(-1)
 
     def page_rows(self, tables: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Where the pages of B equally long tables lie, for `gather`."""
+        """Where the pages of B equally long tables lie, for `gather` and `clear`."""
         pages = torch.tensor(tables, dtype=torch.int64)
         planes = torch.arange(2)
         if self.order == "NHD":
@@ -78,6 +78,10 @@ class KvCache:
         heads = torch.arange(self.kv_heads)
         rows = (pages[:, None, None, :] * 2 + planes[:, None, None]) * self.kv_heads + heads[:, None]
         return rows.reshape(-1)
+
+    def clear(self, layer: int, rows: torch.Tensor) -> None:
+        """Sets the pages that `page_rows` named to zero."""
+        self._by_page[layer].index_fill_(0, rows, 0)
 
     def write(self, layer: int, rows: torch.Tensor, entries: torch.Tensor) -> None:
         """Stores `entries [N, 2, kv_heads, head_dim]` (K, V) at the rows that `token_rows` named."""

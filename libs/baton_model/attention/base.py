@@ -22,6 +22,7 @@ class AttentionStep(ABC):
         `j // (heads / kv_heads)`. Token i of a sequence attends to the sequence's tokens 0 to i, those of earlier
         passes included. Scores are scaled by `head_dim ** -0.5`.
 
+        A page whose first token is stored here holds zeros after its last: nothing of an earlier owner is left in it.
         On return the entries are in the cache's pages, or on a GPU are ordered before whatever is queued next. Returns
         `[N, heads * head_dim]` in the queries' dtype, owned by the caller.
         """

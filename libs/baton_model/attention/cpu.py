@@ -63,16 +63,16 @@ class _Chunk:
 class _Decodes:
     """Sequences with one new token each, at `rows` of the batch, padded to the longest's `keys` tokens."""
 
-    rows: torch.Tensor
+    rows: slice | torch.Tensor
+    count: int
     pages: torch.Tensor
     keys: int
     mask: torch.Tensor | None
 
     def attend(self, layer: int, cache: KvCache, queries: torch.Tensor, out: torch.Tensor) -> None:
-        count = len(self.rows)
-        keys, values = cache.gather(layer, self.pages, count)
+        keys, values = cache.gather(layer, self.pages, self.count)
         # The query heads that share a KV head are as good as so many queries of that head.
-        grouped = queries[self.rows].view(count, cache.kv_heads, -1, cache.head_dim)
+        grouped = queries[self.rows].view(self.count, cache.kv_heads, -1, cache.head_dim)
         attended = F.scaled_dot_product_attention(
             grouped, keys[:, :, : self.keys], values[:, :, : self.keys], attn_mask=self.mask
         )
@@ -82,12 +82,21 @@ class _Decodes:
 class CpuAttentionStep(AttentionStep):
     """See `AttentionStep`. Holds the row indices and masks of one batch."""
 
-    def __init__(self, cache: KvCache, new_rows: torch.Tensor, parts: Sequence[_Chunk | _Decodes]) -> None:
+    def __init__(
+        self,
+        cache: KvCache,
+        new_rows: torch.Tensor,
+        begun_pages: torch.Tensor | None,
+        parts: Sequence[_Chunk | _Decodes],
+    ) -> None:
         self._cache = cache
         self._new_rows = new_rows
+        self._begun_pages = begun_pages
         self._parts = parts
 
     def __call__(self, layer: int, queries: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        if self._begun_pages is not None:
+            self._cache.clear(layer, self._begun_pages)
         self._cache.write(layer, self._new_rows, entries)
         out = torch.empty(queries.shape, dtype=queries.dtype)
         for part in self._parts:
@@ -112,7 +121,7 @@ class CpuAttention(AttentionBackend):
             if query > 1
         ]
         for group in group_by_length([batch.context_lens[i] for i in decodes], PADDING_ALLOWANCE):
-            members = [decodes[i] for i in group]
+            members = sorted(decodes[i] for i in group)
             parts.append(
                 _plan_decodes(
                     [starts[i] for i in members],
@@ -121,7 +130,10 @@ class CpuAttention(AttentionBackend):
                     cache,
                 )
             )
-        return CpuAttentionStep(cache, _new_rows(batch, tables, cache), parts)
+        begun = _begun_pages(batch, tables, cache.page_size)
+        return CpuAttentionStep(
+            cache, _new_rows(batch, tables, cache), cache.page_rows([begun]) if begun else None, parts
+        )
 
 
 def group_by_length(lengths: Sequence[int], allowance: int) -> list[list[int]]:
@@ -140,7 +152,7 @@ def group_by_length(lengths: Sequence[int], allowance: int) -> list[list[int]]:
 
 def _check_pages(tables: Sequence[Sequence[int]], cache: KvCache) -> None:
     for sequence, table in enumerate(tables):
-        for page in table:
+        for page in (min(table), max(table)):
             if not 0 <= page < cache.pages:
                 raise InvalidBatch(
                     f"sequence {sequence} names page {page}; the cache has pages 0 to {cache.pages - 1}",
@@ -158,6 +170,19 @@ def _new_rows(batch: ForwardBatch, tables: Sequence[Sequence[int]], cache: KvCac
     ]
     pages, offsets = torch.tensor(places, dtype=torch.int64).unbind(1)
     return cache.token_rows(pages, offsets)
+
+
+def _begun_pages(batch: ForwardBatch, tables: Sequence[Sequence[int]], page_size: int) -> list[int]:
+    """Pages whose first token this batch writes, and whose last it doesn't.
+
+    They are cleared first. What an earlier owner left there would otherwise travel with the page to other workers, and
+    a masked score or value that is not a number still spoils a sum.
+    """
+    return [
+        table[-1]
+        for query, context, table in zip(batch.query_lens, batch.context_lens, tables, strict=True)
+        if 0 < context % page_size <= query
+    ]
 
 
 def _plan_chunk(start: int, query: int, context: int, table: Sequence[int], cache: KvCache) -> _Chunk:
@@ -183,4 +208,7 @@ def _plan_decodes(
         mask = torch.zeros(beyond.shape, dtype=cache.dtype).masked_fill_(beyond, float("-inf"))[:, None, None, :]
     # A sequence is padded with a page of its own: no other page is sure to lie still.
     padded = [[*table, *[table[0]] * (width - len(table))] for table in tables]
-    return _Decodes(torch.tensor(rows), cache.page_rows(padded), keys, mask)
+    # Neighbours in the batch need no copy of their queries.
+    adjacent = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+    place = slice(rows[0], rows[0] + len(rows)) if adjacent else torch.tensor(rows)
+    return _Decodes(place, len(rows), cache.page_rows(padded), keys, mask)

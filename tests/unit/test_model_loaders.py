@@ -1,0 +1,258 @@
+"""From files to models: both formats say the same, and every defect has a name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from baton_model.errors import (
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    InvalidConfig,
+    MissingTensor,
+    UnknownFamily,
+    UnsupportedTensorType,
+    WrongShape,
+)
+from baton_model.fingerprint import fingerprint
+from baton_model.gguf_file import GgufFile, GgufWeights
+from baton_model.loaders import load_config, load_model
+from paged_runner import PagedRunner
+from small_llama import SmallLlama
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
+Kind = gguf.GGMLQuantizationType
+
+
+def logits(path) -> torch.Tensor:
+    return PagedRunner(load_model(path, "float32"), pages=4, page_size=8).run("only", TOKENS, [7])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_both_formats_give_the_same_model(tmp_path, tied, bias):
+    small = SmallLlama(tied=tied, bias=bias)
+    single = logits(small.write_hugging_face(tmp_path / "single"))
+    assert torch.equal(logits(small.write_hugging_face(tmp_path / "sharded", shards=3)), single)
+    torch.testing.assert_close(logits(small.write_gguf(tmp_path / "small.gguf")), single)
+
+
+def test_both_formats_give_the_same_config(tmp_path):
+    small = SmallLlama()
+    from_directory = load_config(small.write_hugging_face(tmp_path / "hf", eos_token_id=2))
+    from_file = load_config(small.write_gguf(tmp_path / "small.gguf"))
+    assert from_file.rms_norm_eps == pytest.approx(from_directory.rms_norm_eps)
+    for name in from_directory.__dataclass_fields__.keys() - {"rms_norm_eps"}:
+        assert getattr(from_file, name) == getattr(from_directory, name), name
+
+
+@pytest.mark.parametrize(
+    ("stored", "loaded"),
+    [
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}, {"type": "linear", "factor": 2.0}),
+        (
+            {
+                "rope__scaling__type": "yarn",
+                "rope__scaling__factor": 4.0,
+                "rope__scaling__original_context_length": 32,
+            },
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        ),
+    ],
+)
+def test_rope_scaling_of_gguf_and_of_older_config_files(tmp_path, stored, loaded):
+    small = SmallLlama()
+    expected = logits(small.write_hugging_face(tmp_path / "hf", rope_scaling=loaded))
+    torch.testing.assert_close(logits(small.write_gguf(tmp_path / "small.gguf", **stored)), expected)
+    plain = logits(small.write_hugging_face(tmp_path / "plain"))
+    assert (plain - expected).abs().max() > 1e-3
+
+
+def test_gguf_stores_llama3_scaling_as_divisors(tmp_path):
+    small = SmallLlama()
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    divisors = []
+    for i in range(small.head_dim // 2):
+        # As in llama.cpp's converter.
+        wavelength = 2 * np.pi * 10_000.0 ** (2 * i / small.head_dim)
+        smooth = (64 / wavelength - 1) / 3
+        divisors.append(1 if wavelength < 16 else 8 if wavelength > 64 else 1 / ((1 - smooth) / 8 + smooth))
+    assert len(set(divisors)) > 2
+    path = small.write_gguf(tmp_path / "small.gguf", extra={"rope_freqs.weight": np.array(divisors, dtype=np.float32)})
+    torch.testing.assert_close(logits(path), logits(small.write_hugging_face(tmp_path / "hf", rope_scaling=scaling)))
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+def test_gguf_tensor_types(tmp_path, kind):
+    small = SmallLlama()
+    file = GgufFile(small.write_gguf(tmp_path / "small.gguf", kind))
+    source = GgufWeights(file, layers=2, heads=4, kv_heads=2, interleaved_rotary=True)
+    assert len(source) == len(small.state)
+    for name, expected in small.state.items():
+        assert name in source
+        assert source.shape(name) == expected.shape
+        step = np.ptp(expected) / {Kind.F32: np.inf, Kind.F16: 1e3, Kind.BF16: 100, Kind.Q8_0: 200}.get(kind, 12)
+        assert np.abs(source.read(name).numpy() - expected).max() <= step
+
+
+def test_the_quick_header_reader_agrees_with_the_library(tmp_path):
+    words = ["", "a", "ä" * 300, "\n"]
+    path = SmallLlama().write_gguf(tmp_path / "small.gguf", vocabulary=words)
+    quick, library = GgufFile(path), gguf.GGUFReader(path)
+    assert quick.data_offset == library.data_offset
+    assert quick.tensor_offsets() == [tensor.data_offset for tensor in library.tensors]
+    for name, field in library.fields.items():
+        if name == "tokenizer.ggml.tokens":
+            assert name not in quick.metadata
+        else:
+            assert quick.metadata[name] == field.contents(), name
+
+
+def test_progress_is_told_up_to_the_end(tmp_path):
+    seen: list[float] = []
+    load_model(SmallLlama().write_hugging_face(tmp_path), "bfloat16", progress=seen.append)
+    assert seen == sorted(seen)
+    assert len(seen) == 20
+    assert seen[-1] == 1.0
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    small = SmallLlama()
+    del small.state["model.layers.1.mlp.up_proj.weight"]
+    for path in (small.write_hugging_face(tmp_path / "hf"), small.write_gguf(tmp_path / "small.gguf")):
+        with pytest.raises(MissingTensor, match=r"model\.layers\.1\.mlp\.up_proj\.weight") as error:
+            load_model(path, "float32")
+        assert error.value.status == "FAILED_PRECONDITION"
+        assert error.value.reason == "MODEL_MISSING_TENSOR"
+        assert "up_proj" in error.value.fields["tensor"]
+
+
+def test_an_untied_model_without_a_head(tmp_path):
+    with pytest.raises(MissingTensor, match="lm_head"):
+        load_model(SmallLlama(tied=True).write_hugging_face(tmp_path, tie_word_embeddings=False), "float32")
+
+
+def test_a_tensor_that_the_index_promises_and_no_shard_has(tmp_path):
+    small = SmallLlama()
+    directory = small.write_hugging_face(tmp_path, shards=2)
+    shard = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]["model.norm.weight"]
+    kept = {n: t for i, (n, t) in enumerate(small.state.items()) if i % 2 == int(shard[5]) and n != "model.norm.weight"}
+    save_file(kept, directory / shard)
+    with pytest.raises(MissingTensor, match=r"model\.norm\.weight"):
+        load_model(directory, "float32")
+    (directory / shard).unlink()
+    with pytest.raises(CheckpointNotFound, match=shard):
+        load_model(directory, "float32")
+
+
+def test_a_wrong_shape_is_named(tmp_path):
+    small = SmallLlama()
+    small.state["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 32), dtype=np.float32)
+    with pytest.raises(WrongShape, match=r"k_proj.*\[16, 32\].*\[32, 32\]") as error:
+        load_model(small.write_hugging_face(tmp_path), "float32")
+    assert error.value.fields["expected"] == "[32, 32]"
+    assert error.value.fields["found"] == "[16, 32]"
+
+
+def test_an_integer_tensor_is_refused(tmp_path):
+    small = SmallLlama()
+    small.state["model.norm.weight"] = np.ones(32, dtype=np.int32)
+    with pytest.raises(UnsupportedTensorType, match=r"model\.norm\.weight.*int32"):
+        load_model(small.write_hugging_face(tmp_path), "float32")
+
+
+def test_an_unknown_family_is_named_beside_the_known_ones(tmp_path):
+    small = SmallLlama()
+    directory = small.write_hugging_face(tmp_path / "hf", architectures=["MambaForCausalLM"])
+    with pytest.raises(UnknownFamily, match=r"MambaForCausalLM.*LlamaForCausalLM"):
+        load_config(directory)
+    with pytest.raises(UnknownFamily, match=r"mamba.*llama"):
+        load_config(small.write_gguf(tmp_path / "small.gguf", architecture="mamba"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "3 KV heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"architectures": []}, "architectures"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_a_bad_setting_is_named(tmp_path, settings, complaint):
+    with pytest.raises(InvalidConfig, match=complaint):
+        load_config(SmallLlama().write_hugging_face(tmp_path, **settings))
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    small = SmallLlama()
+    with pytest.raises(CheckpointNotFound):
+        load_config(tmp_path / "nowhere")
+    with pytest.raises(CheckpointNotFound, match=r"config\.json"):
+        load_config(tmp_path)
+    whole = small.write_gguf(tmp_path / "whole.gguf").read_bytes()
+    for length in (0, 3, 20, 200, len(whole) - 100):
+        part = tmp_path / f"{length}.gguf"
+        part.write_bytes(whole[:length])
+        with pytest.raises(CheckpointUnreadable, match=part.name):
+            load_config(part)
+    directory = small.write_hugging_face(tmp_path / "hf")
+    (directory / "model.safetensors").write_bytes(b"not tensors at all")
+    with pytest.raises(CheckpointUnreadable, match=r"model\.safetensors"):
+        load_model(directory, "float32")
+    with pytest.raises(CheckpointUnreadable, match=r"model\.safetensors"):
+        fingerprint(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(CheckpointUnreadable, match=r"config\.json"):
+        load_config(directory)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_other_dtypes_are_refused(tmp_path, dtype):
+    with pytest.raises(InvalidConfig, match=dtype):
+        load_model(SmallLlama().write_hugging_face(tmp_path), dtype)
+
+
+def test_a_fingerprint_is_of_the_model_not_of_its_place(tmp_path):
+    small = SmallLlama()
+    path, directory = small.write_gguf(tmp_path / "a.gguf"), small.write_hugging_face(tmp_path / "hf", shards=2)
+    shutil.copy(path, tmp_path / "b.gguf")
+    shutil.copytree(directory, tmp_path / "copy")
+    assert fingerprint(path) == fingerprint(tmp_path / "b.gguf")
+    assert fingerprint(directory) == fingerprint(tmp_path / "copy")
+
+
+def test_fingerprints_differ_where_models_do(tmp_path):
+    found = {
+        fingerprint(small.write_hugging_face(tmp_path / f"{i}", **settings))
+        for i, (small, settings) in enumerate(
+            [
+                (SmallLlama(), {}),
+                (SmallLlama(seed=1), {}),
+                (SmallLlama(), {"rope_theta": 500.0}),
+                (SmallLlama(tied=False), {}),
+            ]
+        )
+    }
+    found |= {fingerprint(SmallLlama(seed=seed).write_gguf(tmp_path / f"{seed}.gguf")) for seed in (0, 1)}
+    assert len(found) == 6
