@@ -113,6 +113,7 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 answer = await client._ask(Load(spec))
         except EngineDied as died:
+            await client.stop(grace_s=0.0)
             raise EngineStartFailed(
                 f"the model process ended while loading {spec.model_path}: {died}", cause=died.reason
             ) from died
@@ -126,7 +127,7 @@ class EngineClient:
             raise
         if isinstance(answer, LoadFailed):
             await client.stop()
-            failed = EngineStartFailed(f"{spec.model_path}: {answer.message}", cause=answer.reason)
+            failed = EngineStartFailed(f"the model was not loaded: {answer.message}", cause=answer.reason)
             failed.status = answer.status
             raise failed
         client.info = _expect(Ready, answer).info

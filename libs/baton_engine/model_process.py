@@ -10,6 +10,7 @@ import argparse
 import gc
 import logging
 import os
+import re
 import selectors
 import signal
 import socket
@@ -105,7 +106,7 @@ class ModelProcess:
                 raise EngineError("the model is loaded already")
             self._executor, self._info = self._build(spec)
         except Exception as error:
-            logger.exception("loading %s failed", spec.model_path)
+            _log_untyped(f"loading {spec.model_path} failed", error)
             self._send(LoadFailed(getattr(error, "status", "INTERNAL"), _reason(error), _text(error)))
         else:
             self._send(Ready(self._info))
@@ -140,7 +141,7 @@ class ModelProcess:
                 raise EngineError("no model is loaded")
             result = self._executor.run(plan, started_ns)
         except Exception as error:
-            logger.exception("step %d failed", plan.step)
+            _log_untyped(f"step {plan.step} failed", error)
             self._send(StepFailed(plan.step, _reason(error), _text(error)))
         else:
             self._send(result)
@@ -230,9 +231,15 @@ def _describe(spec: EngineSpec, facts: ModelFacts, pages: int) -> EngineInfo:
     )
 
 
+def _log_untyped(what: str, error: Exception) -> None:
+    """The worker tells a typed error in full; of another the place matters too."""
+    if not hasattr(error, "reason"):
+        logger.error("%s", what, exc_info=error)
+
+
 def _reason(error: Exception) -> str:
-    """The error's own reason; for one that has none, its class's name in capitals."""
-    return str(getattr(error, "reason", "")) or type(error).__name__.upper()
+    """The error's own reason; for one that has none, its class's name: RUNTIME_ERROR."""
+    return str(getattr(error, "reason", "")) or re.sub(r"(?<!^)(?=[A-Z][a-z])", "_", type(error).__name__).upper()
 
 
 def _text(error: Exception) -> str:

@@ -155,7 +155,7 @@ async def test_two_steps_at_once_are_refused(driver: Driver) -> None:
 @module_loop
 @pytest.mark.parametrize(
     ("token", "cause", "text"),
-    [(toy.RAISE, "RUNTIMEERROR", "told to fail"), (toy.NAN, "NON_FINITE_LOGITS", "NaN")],
+    [(toy.RAISE, "RUNTIME_ERROR", "told to fail"), (toy.NAN, "NON_FINITE_LOGITS", "NaN")],
 )
 async def test_a_step_that_fails_is_answered_and_the_process_goes_on(
     driver: Driver, token: int, cause: str, text: str
