@@ -105,7 +105,7 @@ def expected_extents(
     return destination.replicas * layers * pages * per_page + tail_buffers * destination.tp
 
 
-def plan_pairs(  # noqa: PLR0917
+def plan_pairs(
     source: ShardMap,
     destination: ShardMap,
     source_layout: PageLayout,
