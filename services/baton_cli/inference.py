@@ -60,6 +60,9 @@ class InferenceClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         await self._channel.close()
 
     async def generate(

@@ -135,7 +135,7 @@ def chat(
     from baton_cli import talk
 
     settings = _settings(config, assignments, {"gateway": {"grpc": grpc}})
-    asyncio.run(talk.chat(settings, console, system, Sampling(max_tokens, temperature, top_p, seed=seed)))
+    talk.chat(settings, console, system, Sampling(max_tokens, temperature, top_p, seed=seed))
 
 
 @app.command()

@@ -1,9 +1,6 @@
 """`baton generate` and `baton chat`."""
 
 import asyncio
-import signal
-from collections.abc import Coroutine
-from typing import Any
 
 from rich.console import Console
 
@@ -25,23 +22,37 @@ async def generate(
         console.print(timeline_table(answer.timeline, answer.usage))
 
 
-async def chat(settings: Settings, console: Console, system: str | None, sampling: Sampling) -> None:
-    """Turn by turn until end of input. Ctrl-C breaks off the answer, and leaves at the prompt. Raises RemoteError."""
+def chat(settings: Settings, console: Console, system: str | None, sampling: Sampling) -> None:
+    """Turn by turn until end of input or Ctrl-C at the prompt; Ctrl-C in an answer breaks it off. Raises RemoteError.
+
+    Input is read between runs of the event loop, so that Ctrl-C is a plain KeyboardInterrupt there.
+    """
     messages: list[tuple[str, str]] = [("system", system)] if system else []
-    async with InferenceClient(settings) as client:
-        while True:
-            try:
-                line = await asyncio.to_thread(console.input, "[bold cyan]you[/] ")
-            except EOFError:
+    with asyncio.Runner() as runner:
+        client = runner.run(_connect(settings))
+        try:
+            while True:
+                try:
+                    line = console.input("[bold cyan]you[/] ").strip()
+                except (EOFError, KeyboardInterrupt):
+                    console.print()
+                    return
+                if not line:
+                    continue
+                answer = Answer()
+                messages.append(("user", line))
+                try:
+                    runner.run(_print_answer(client, console, messages, sampling, answer))
+                except KeyboardInterrupt:
+                    console.print(" [dim](broken off)[/]", end="")
                 console.print()
-                return
-            if not line.strip():
-                continue
-            messages.append(("user", line))
-            answer = Answer()
-            await _interruptible(_print_answer(client, console, messages, sampling, answer))
-            console.print()
-            messages.append(("assistant", answer.text))
+                messages.append(("assistant", answer.text))
+        finally:
+            runner.run(client.close())
+
+
+async def _connect(settings: Settings) -> InferenceClient:
+    return InferenceClient(settings)
 
 
 async def _print_answer(
@@ -50,16 +61,3 @@ async def _print_answer(
     console.print("[bold green]model[/] ", end="")
     async for piece in client.generate(messages, sampling, answer):
         console.out(piece, end="", highlight=False)
-
-
-async def _interruptible(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Ctrl-C cancels ``coroutine`` and nothing else."""
-    task = asyncio.ensure_future(coroutine)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, task.cancel)
-    try:
-        await asyncio.wait([task])
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-    if not task.cancelled():
-        task.result()
