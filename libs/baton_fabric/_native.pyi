@@ -169,9 +169,9 @@ class Engine:
     def capabilities(self) -> dict[str, int | bool | str]:
         """What fi_getinfo said.
 
-        provider, fabric, domain: str; cq_data_size, mr_mode, mr_key_size, max_msg_size, inject_size, tx_size, window (writes in flight
-        to a peer at most): int; mr_local, mr_virt_addr, mr_prov_key, mr_allocated, wait_fd (the thread can block until
-        something completes), ordered (writes to a peer land in the order of posting): bool.
+        provider, fabric, domain: str; cq_data_size, mr_mode, mr_key_size, max_msg_size, inject_size, tx_size, window
+        (writes in flight to a peer at most): int; mr_local, mr_virt_addr, mr_prov_key, mr_allocated, wait_fd (the
+        thread can block until something completes), ordered (writes to a peer land in the order of posting): bool.
         """
     @property
     def event_fd(self) -> int:
@@ -188,11 +188,11 @@ class Engine:
         """Counters since the start and some levels. Does not wait for the progress thread.
 
         Counters: bytes, writes, extents, completions, delivery_completions, write_errors, eagain, transfers_done,
-        transfers_failed, transfers_cancelled, peers_failed, immediates, extents_received, stale_immediates,
-        misdirected_immediates (arrived on an endpoint that is not the inbox's), violations, inboxes_full,
-        late_chunks (for a transfer that had ended), receive_errors, wakeups. Levels: transfers, inboxes, regions,
-        peers, endpoints, counters, writes_in_flight, bytes_in_flight. busy_us: how long the thread has been
-        at work since it last waited, 0 if it waits now: large means that the provider does not return.
+        transfers_failed, transfers_cancelled, peers_failed, immediates, extents_received, stale_immediates (for no
+        open inbox, or another generation of it), violations, inboxes_full, late_chunks (for a transfer that had ended),
+        receive_errors, wakeups. Levels: transfers, inboxes, regions, retired_regions (deregistered, but their addresses
+        are kept until endpoints close), peers, endpoints, counters, writes_in_flight, bytes_in_flight. busy_us: how
+        long the thread has been in its present turn, 0 if it waits: large means that the provider does not return.
         """
 
     # Memory
@@ -225,10 +225,11 @@ class Engine:
     def open_inbox(
         self, endpoint: int, slot: int, generation: int, expected: int, regions: Sequence[int] | None = None
     ) -> None:
-        """Counts the extents of one transfer. slot: 0..4095; generation: 0..255; expected: 0 is full at once.
+        """Counts the extents of one transfer. slot: 0..4095; generation: of the slot, its low 8 bits travel; expected:
+        0 is full at once.
 
-        regions: those that the transfer writes into, None for any; they cannot be deregistered until the inbox is
-        full or closed. Where the provider cannot wake us (wait_fd false) an endpoint makes progress only while it
+        regions: those that the transfer writes into, None for all that there are now; they cannot be deregistered
+        until the inbox is full or closed. Where the provider cannot wake us (wait_fd false) an endpoint makes progress only while it
         has an inbox that is open and not full: so leave the inbox open until the sender has confirmed quiescence.
         """
     def close_inbox(self, slot: int, generation: int) -> bool:

@@ -2,103 +2,71 @@
 
 #include "error.hpp"
 
-#include <poll.h>
-#include <rdma/fi_errno.h>
+#include <sys/epoll.h>
 
 namespace baton::fabric {
-namespace {
-
-// Completions that wait to be read. The util providers grow beyond it, hardware may not.
-constexpr size_t kQueueSize = 8192;
-
-template <class Fid> UniqueFid<Fid> owned(Fid *fid) { return UniqueFid<Fid>(fid); }
-
-UniqueFid<fid_cq> open_cq(fid_domain *domain, size_t size, fi_wait_obj wait) {
-    fi_cq_attr attributes{};
-    attributes.size = size;
-    attributes.format = FI_CQ_FORMAT_DATA;
-    attributes.wait_obj = wait;
-    fid_cq *queue = nullptr;
-    const int result = fi_cq_open(domain, &attributes, &queue, nullptr);
-    if (result != 0 && wait != FI_WAIT_NONE) {
-        return nullptr;
-    }
-    check("fi_cq_open", result);
-    return owned(queue);
-}
-
-int wait_fd_of(fid_cq *queue) {
-    int fd = -1;
-    return fi_control(&queue->fid, FI_GETWAIT, &fd) == 0 ? fd : -1;
-}
-
-bool readable(int fd) {
-    pollfd entry{fd, POLLIN, 0};
-    return ::poll(&entry, 1, 0) > 0;
-}
-
-}  // namespace
 
 Domain::Domain(const std::string &provider, const std::string &node)
     : info_(find_provider(provider, node)), capabilities_(capabilities_of(*info_)) {
     fid_fabric *fabric = nullptr;
     check("fi_fabric", fi_fabric(info_->fabric_attr, &fabric, nullptr));
-    fabric_ = owned(fabric);
+    fabric_.reset(fabric);
     fid_domain *domain = nullptr;
     check("fi_domain", fi_domain(fabric, info_.get(), &domain, nullptr));
-    domain_ = owned(domain);
-    open_queue();
-}
+    domain_.reset(domain);
 
-// Before blocking on a queue's descriptor one calls fi_trywait, which also takes back the signal that the last
-// completion left in it. The net provider of libfabric 1.17 does not: its descriptor stays readable after the first
-// completion, and waiting on it spins. Its descriptor consists of that signal and of the domain's own epoll
-// descriptor, readable while sockets are. So there the queue gets no wait object, and we wait on that of a second
-// queue, which never holds a completion: it is readable exactly while there is progress to be made, and made progress
-// shows in the first queue.
-void Domain::open_queue() {
-    queue_ = open_cq(domain_.get(), kQueueSize, FI_WAIT_FD);
-    if (queue_) {
-        wait_fd_ = wait_fd_of(queue_.get());
+    auto first = std::make_shared<CompletionQueue>(fabric_.get(), domain_.get());
+    if (first->wait_fd() >= 0) {
+        wait_set_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+        if (!wait_set_) {
+            throw system_call_failed("epoll_create1");
+        }
     }
-    if (wait_fd_ >= 0 && try_wait_works()) {
-        return;
-    }
-    queue_.reset();
-    queue_ = open_cq(domain_.get(), kQueueSize, FI_WAIT_NONE);
-    if (wait_fd_ >= 0) {
-        sentinel_ = open_cq(domain_.get(), 1, FI_WAIT_FD);
-        wait_fd_ = sentinel_ ? wait_fd_of(sentinel_.get()) : -1;
+    // An rxm endpoint of libfabric 1.17 that is closed stays part of its queue's wait object: the next fi_trywait reads
+    // freed memory. So the endpoints of a layered provider ("tcp;ofi_rxm") have queues that are closed with them.
+    if (capabilities_.provider.find(';') == std::string::npos) {
+        shared_ = std::move(first);
+        queues_.push_back(shared_);
+        if (wait_set_) {
+            watch(*shared_);
+        }
     }
 }
 
-bool Domain::try_wait_works() const {
-    if (fi_cq_signal(queue_.get()) != 0 || !readable(wait_fd_)) {
-        return true;  // this provider has no signal that could be left behind
+std::shared_ptr<CompletionQueue> Domain::open_queue() {
+    if (shared_) {
+        return shared_;
     }
-    struct fid *fids[] = {&queue_->fid};
-    return fi_trywait(fabric_.get(), fids, 1) != 0 || !readable(wait_fd_);
+    auto queue = std::make_shared<CompletionQueue>(fabric_.get(), domain_.get());
+    if (wait_set_) {
+        watch(*queue);
+    }
+    queues_.push_back(queue);
+    return queue;
 }
 
-bool Domain::may_block() const {
-    struct fid *fids[] = {sentinel_ ? &sentinel_->fid : &queue_->fid};
-    return fi_trywait(fabric_.get(), fids, 1) == 0;
+// Closing the queue closes its descriptor, which takes it out of the set.
+void Domain::watch(const CompletionQueue &queue) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    if (epoll_ctl(wait_set_.get(), EPOLL_CTL_ADD, queue.wait_fd(), &event) != 0) {
+        throw system_call_failed("epoll_ctl");
+    }
 }
 
-Completion Domain::read_error() const {
-    fi_cq_err_entry entry{};
-    const ssize_t count = fi_cq_readerr(queue_.get(), &entry, 0);
-    if (count < 0) {
-        throw fabric_call_failed("fi_cq_readerr", count);
+void Domain::forget_closed_queues() {
+    std::erase_if(queues_, [](const auto &queue) { return queue.expired(); });
+}
+
+bool Domain::may_block() {
+    wait_fids_.clear();
+    for (const auto &weak : queues_) {
+        if (const auto queue = weak.lock()) {
+            wait_fids_.push_back(queue->wait_fid());
+        }
     }
-    std::string detail = fi_strerror(entry.err);
-    if (entry.prov_errno != 0) {
-        char buffer[128] = "";
-        const char *words = fi_cq_strerror(queue_.get(), entry.prov_errno, entry.err_data, buffer, sizeof buffer);
-        detail += std::string(" (") + (words != nullptr ? words : "") + ")";
-    }
-    const bool remote = (entry.flags & (FI_REMOTE_WRITE | FI_RECV)) != 0;
-    return {Completion::Kind::kError, remote ? nullptr : entry.op_context, 0, std::move(detail)};
+    return wait_fids_.empty() ||
+           fi_trywait(fabric_.get(), wait_fids_.data(), static_cast<int>(wait_fids_.size())) == 0;
 }
 
 }  // namespace baton::fabric

@@ -6,7 +6,7 @@
 
 namespace baton::fabric {
 
-Endpoint::Endpoint(Domain &domain) : format_(domain.info().addr_format) {
+Endpoint::Endpoint(Domain &domain) : format_(domain.info().addr_format), queue_(domain.open_queue()) {
     fi_av_attr attributes{};
     attributes.type = FI_AV_UNSPEC;
     attributes.count = 1;
@@ -18,7 +18,7 @@ Endpoint::Endpoint(Domain &domain) : format_(domain.info().addr_format) {
     check("fi_endpoint", fi_endpoint(domain.fid(), const_cast<fi_info *>(&domain.info()), &endpoint, nullptr));
     endpoint_.reset(endpoint);
     check("fi_ep_bind(av)", fi_ep_bind(endpoint, &addresses->fid, 0));
-    check("fi_ep_bind(cq)", fi_ep_bind(endpoint, &domain.queue()->fid, FI_TRANSMIT | FI_RECV));
+    check("fi_ep_bind(cq)", fi_ep_bind(endpoint, &queue_->fid()->fid, FI_TRANSMIT | FI_RECV));
     check("fi_enable", fi_enable(endpoint));
 
     char buffer[256];

@@ -2,7 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+
+#include <rdma/fi_cm.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_rma.h>
 
 #include "domain.hpp"
 
@@ -39,8 +44,9 @@ class Endpoint {
 
   private:
     uint32_t format_;
+    std::shared_ptr<CompletionQueue> queue_;
     UniqueFid<fid_av> addresses_;
-    UniqueFid<fid_ep> endpoint_;  // closed before the address vector that is bound to it
+    UniqueFid<fid_ep> endpoint_;  // closed before what is bound to it
     std::string address_;
 };
 

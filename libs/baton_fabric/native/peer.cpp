@@ -90,6 +90,8 @@ Peer::Post Peer::post(Transfer &transfer, uint64_t now, std::string &error) {
     WriteContext &context = *free_;
     // Without an order between writes each must be confirmed by itself; with one, the last of the batch speaks for all.
     const bool delivery = !ordered_ || write.last_of_batch;
+    // Taken before the call, which may carry the bytes itself.
+    const uint64_t first_ns = transfer.stats.first_post_ns != 0 ? transfer.stats.first_post_ns : now_ns();
     const ssize_t result = endpoint_->post(write, address_, transfer.immediate(write), delivery, &context);
     if (result == -FI_EAGAIN) {
         metrics_.eagain.add();
@@ -118,6 +120,7 @@ Peer::Post Peer::post(Transfer &transfer, uint64_t now, std::string &error) {
     metrics_.bytes_in_flight.add(write.length);
     ++transfer.in_flight;
     transfer.last_sequence = context.sequence;
+    transfer.stats.first_post_ns = first_ns;
     transfer.posted();
     return Post::kPosted;
 }

@@ -161,24 +161,16 @@ void Progress::turn() {
 }
 
 size_t Progress::poll(uint64_t now) {
-    const size_t count = domain_.poll([this, now](const Completion &completion) {
-        auto *context = static_cast<WriteContext *>(completion.context);
-        switch (completion.kind) {
-        case Completion::Kind::kRemoteWrite:
-            inboxes_.arrived(completion.immediate, now);
-            break;
-        case Completion::Kind::kWrite:
-            sender_.completed(*context, now);
-            break;
-        case Completion::Kind::kError:
-            if (context != nullptr) {
-                sender_.write_failed(*context, completion.detail);
+    const size_t count = domain_.poll(
+        [this, now](void *context) { sender_.completed(*static_cast<WriteContext *>(context), now); },
+        [this, now](uint32_t immediate) { inboxes_.arrived(immediate, now); },
+        [this](const CompletionError &error) {
+            if (error.context != nullptr) {
+                sender_.write_failed(*static_cast<WriteContext *>(error.context), error.detail);
             } else {
                 metrics_.receive_errors.add();
             }
-            break;
-        }
-    });
+        });
     if (count == 0) {
         sender_.queue_empty();
     }

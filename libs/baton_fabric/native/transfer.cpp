@@ -208,9 +208,6 @@ void Transfer::posted() {
     stats.bytes += write_.length;
     stats.extents += write_.extents;
     stats.writes += 1;
-    if (stats.first_post_ns == 0) {
-        stats.first_post_ns = now_ns();
-    }
     prepared_ = false;
     if (!write_.last_of_batch) {
         position_ = after_;

@@ -1,0 +1,193 @@
+"""The fabric engine as asyncio sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from ._native import (
+    Engine,
+    EngineFailed,
+    Event,
+    InboxFull,
+    InboxViolation,
+    PeerFailed,
+    TransferCancelled,
+    TransferDone,
+    TransferFailed,
+    TransferStats,
+)
+from .errors import FabricError
+
+__all__ = [
+    "Chunk",
+    "EngineFailed",
+    "Event",
+    "FabricEngine",
+    "FabricError",
+    "InboxFull",
+    "InboxViolation",
+    "PeerFailed",
+    "RegisteredRegion",
+    "Stream",
+    "TransferCancelled",
+    "TransferDone",
+    "TransferFailed",
+    "TransferStats",
+]
+
+
+class RegisteredRegion(NamedTuple):
+    region: int
+    key: int
+    base: int
+    """What to add to an offset to address the region remotely."""
+
+
+class Stream(NamedTuple):
+    """What one source region sends into one destination region. Strides, offsets and lengths in bytes.
+
+    Extents: (source offset, destination offset, length) within a page. The arithmetic: ``_native.Stream``.
+    """
+
+    source_region: int
+    source_layer_stride: int
+    source_page_stride: int
+    remote_key: int
+    remote_base: int
+    remote_length: int
+    remote_layer_stride: int
+    remote_page_stride: int
+    extents: Sequence[tuple[int, int, int]]
+
+
+class Chunk(NamedTuple):
+    """Pages ``first_page`` to ``first_page + pages`` of a transfer, which a forward step fills.
+
+    counter_base is step * layers: layer l is complete once the layer counter is at least counter_base + l + 1.
+    """
+
+    transfer: int
+    counter_base: int
+    first_page: int
+    pages: int
+    last: bool
+
+
+class FabricEngine:
+    """One fabric with its native progress thread; see ``_native.Engine`` for what each method does and raises.
+
+    Methods that are not coroutines take some ten microseconds. Belongs to the event loop that started it.
+    """
+
+    def __init__(self, native: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        """Takes ownership; use `start`."""
+        self._native = native
+        self._loop = loop
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._closing: asyncio.Task[None] | None = None
+        loop.add_reader(native.event_fd, self._take_events)
+
+    @classmethod
+    async def start(
+        cls,
+        provider: str = "auto",
+        node: str = "127.0.0.1",
+        *,
+        spin: bool = False,
+        post_timeout_ms: int = 5000,
+    ) -> FabricEngine:
+        """Opens the fabric. Raises FabricError(PROVIDER_UNAVAILABLE)."""
+        native = await asyncio.to_thread(Engine, provider, node, spin, post_timeout_ms)
+        return cls(native, asyncio.get_running_loop())
+
+    @property
+    def provider(self) -> str:
+        return self._native.provider
+
+    def capabilities(self) -> dict[str, int | bool | str]:
+        return self._native.capabilities()
+
+    def metrics(self) -> dict[str, int]:
+        return self._native.metrics()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Every event once, in order, for one consumer; ends when the engine was closed and all were taken."""
+        while (event := await self._events.get()) is not None:
+            yield event
+
+    async def close(self) -> None:
+        """Ends every transfer and the progress thread. Idempotent; takes ten seconds if the provider hangs."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await asyncio.to_thread(self._native.close)
+        self._loop.remove_reader(self._native.event_fd)
+        self._take_events()
+        self._events.put_nowait(None)
+
+    def _take_events(self) -> None:
+        for event in self._native.events():
+            self._events.put_nowait(event)
+
+    # Memory
+    async def register_region(self, fd: int, length: int) -> RegisteredRegion:
+        return RegisteredRegion(*await asyncio.to_thread(self._native.register_region, fd, length))
+
+    async def deregister_region(self, region: int) -> None:
+        await asyncio.to_thread(self._native.deregister_region, region)
+
+    def attach_counter(self, memory_fd: int, doorbell_fd: int) -> int:
+        return self._native.attach_counter(memory_fd, doorbell_fd)
+
+    def detach_counter(self, counter: int) -> None:
+        self._native.detach_counter(counter)
+
+    # Receiving
+    def open_endpoint(self) -> tuple[int, bytes]:
+        return self._native.open_endpoint()
+
+    async def close_endpoint(self, endpoint: int) -> list[tuple[int, int]]:
+        """The fence: afterwards no byte that was sent to the endpoint can land. (slot, generation) of the inboxes
+        that were not full."""
+        return await asyncio.to_thread(self._native.close_endpoint, endpoint)
+
+    def open_inbox(
+        self, endpoint: int, slot: int, generation: int, expected: int, regions: Sequence[int] | None = None
+    ) -> None:
+        self._native.open_inbox(endpoint, slot, generation, expected, regions)
+
+    def close_inbox(self, slot: int, generation: int) -> bool:
+        return self._native.close_inbox(slot, generation)
+
+    # Sending
+    def connect(self, address: bytes) -> int:
+        return self._native.connect(address)
+
+    async def disconnect(self, peer: int) -> None:
+        await asyncio.to_thread(self._native.disconnect, peer)
+
+    def open_transfer(
+        self,
+        transfer: int,
+        peer: int,
+        slot: int,
+        generation: int,
+        counter: int,
+        layers: int,
+        streams: Sequence[Stream],
+        source_pages: Sequence[int],
+        destination_pages: Sequence[int],
+    ) -> None:
+        self._native.open_transfer(
+            transfer, peer, slot, generation, counter, layers, streams, source_pages, destination_pages
+        )
+
+    def submit_chunks(self, chunks: Sequence[Chunk]) -> None:
+        self._native.submit_chunks(chunks)
+
+    def cancel_transfer(self, transfer: int) -> None:
+        self._native.cancel_transfer(transfer)
