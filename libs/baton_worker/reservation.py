@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from baton_kv.pool import PagePool
-from baton_worker.errors import ExceedsPagePool, QueueFull, ReservationTimeout
+from baton_worker.errors import EngineUnavailable, ExceedsPagePool, QueueFull, ReservationTimeout
 
 
 @dataclass(eq=False)
@@ -16,6 +17,11 @@ class _Waiter:
     owner: Hashable
     count: int
     pages: asyncio.Future[list[int]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def granted(self) -> bool:
+        """The owner holds the pages, even if it has been cancelled since."""
+        return self.pages.done() and not self.pages.cancelled() and self.pages.exception() is None
 
 
 class PageReserver:
@@ -25,6 +31,7 @@ class PageReserver:
         self.pool = pool
         self._max_waiting = max_waiting
         self._waiters: deque[_Waiter] = deque()
+        self._closed: str | None = None
 
     @property
     def waiting(self) -> int:
@@ -33,9 +40,11 @@ class PageReserver:
     async def reserve(self, owner: Hashable, count: int, timeout: float | None) -> list[int]:
         """Waits for `count` pages in the name of `owner`, at most `timeout` seconds.
 
-        Raises ExceedsPagePool if the pool can never hold them, QueueFull if too many requests wait already, and
-        ReservationTimeout. A cancelled wait holds nothing.
+        Raises ExceedsPagePool if the pool can never hold them, QueueFull if too many requests wait already,
+        ReservationTimeout, and EngineUnavailable once closed. A cancelled wait holds nothing.
         """
+        if self._closed is not None:
+            raise EngineUnavailable(self._closed)
         if count > self.pool.total:
             raise ExceedsPagePool(count, self.pool.total)
         if not self._waiters and count <= self.pool.free:
@@ -48,7 +57,7 @@ class PageReserver:
             async with asyncio.timeout(timeout):
                 return await waiter.pages
         except BaseException as error:
-            if waiter.pages.done() and not waiter.pages.cancelled():
+            if waiter.granted:
                 self.release(owner)
             else:
                 # _serve may have dropped the cancelled waiter already.
@@ -66,11 +75,27 @@ class PageReserver:
     def release(self, owner: Hashable) -> None:
         """`owner` lets go; pages that nobody holds any more go to the first requests that wait."""
         self.pool.release(owner)
-        self.wake()
-
-    def wake(self) -> None:
-        """Pages became free in the pool by other means."""
         self._serve()
+
+    def quarantine(self, owner: Hashable, reason: str) -> None:
+        """A write may still touch the owner's pages, and nobody can say for how long: shows them as kept back."""
+        self.pool.quarantine(owner, reason, time.monotonic())
+
+    def release_quarantine(self, owner: Hashable) -> None:
+        """No write can touch the owner's pages any more: it lets go of them."""
+        self.pool.release_quarantine(owner)
+        self._serve()
+
+    def close(self, why: str) -> None:
+        """The cache is gone: nobody will let go of its pages, so whoever waits for some must not wait on.
+
+        Owners may still let go. Idempotent.
+        """
+        self._closed = why
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.pages.done():
+                waiter.pages.set_exception(EngineUnavailable(why))
 
     def _serve(self) -> None:
         while self._waiters and self._waiters[0].count <= self.pool.free:
