@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 # StopTransfer at the peer, then the fence: the agent bounds both by itself, this only catches an agent that hangs.
 CLOSE_TIMEOUT_S = 30.0
+# Between two attempts to open a broken stream of events again.
+FIRST_DELAY_S = 0.05
+LONGEST_DELAY_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -74,6 +77,10 @@ class AgentSession:
         self._background = BackgroundTasks()
         self._inboxes: dict[tuple[int, int], asyncio.Future[InboxEvent]] = {}
         self._transfers: dict[int, asyncio.Future[TransferEvent]] = {}
+        # An event can overtake the answer of the call that opened its subject. Only while such a call is under way is
+        # an event of an unknown subject kept: otherwise its subject is closed or forgotten, and nobody would take it.
+        self._opening = 0
+        self._early: dict[tuple[int, int] | int, Any] = {}
         self._pump = asyncio.create_task(self._follow(), name=f"agent-events-{session:x}")
 
     async def ready(self, timeout: float) -> None:
@@ -101,7 +108,7 @@ class AgentSession:
         request = agent_pb2.OpenInboxRequest(session=self.session, sender=sender, expected_extents=expected_extents)
         response = await self._call(self._stub.OpenInbox, request, CALL_TIMEOUT_S)
         key = response.inbox.slot, response.inbox.generation
-        return Inbox(response.inbox, self._inboxes.setdefault(key, self._future()))
+        return Inbox(response.inbox, self._expect(self._inboxes, key))
 
     async def close_inbox(self, inbox: Inbox) -> str:
         """Returns when no write of the transfer can follow, with how that was made sure: full, quiesced or fenced."""
@@ -126,7 +133,7 @@ class AgentSession:
             session=self.session, inbox=inbox, source_pages=source_pages, destination_pages=destination_pages
         )
         response = await self._call(self._stub.OpenTransfer, request, CALL_TIMEOUT_S)
-        return Transfer(response.transfer, self._transfers.setdefault(response.transfer, self._future()))
+        return Transfer(response.transfer, self._expect(self._transfers, response.transfer))
 
     async def submit_step(self, step: int, chunks: Sequence[agent_pb2.ChunkPlan]) -> None:
         request = agent_pb2.SubmitStepRequest(session=self.session, step=step, chunks=chunks)
@@ -144,25 +151,64 @@ class AgentSession:
 
     # --- internals ------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _future() -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().create_future()
+    def _expect(self, table: dict[Any, asyncio.Future[Any]], key: tuple[int, int] | int) -> asyncio.Future[Any]:
+        """The future of what was just opened; raises AgentUnavailable if the session ended before the answer came."""
+        if self.lost.done():
+            raise AgentUnavailable(f"the agent's session is over: {self.lost.result()}")
+        future = table[key] = asyncio.get_running_loop().create_future()
+        if key in self._early:
+            future.set_result(self._early.pop(key))
+        return future
 
     async def _opened(self, opening: Coroutine[Any, Any, _T], undo: Callable[[_T], Coroutine[Any, Any, object]]) -> _T:
         """Runs `opening`; if the caller is cancelled meanwhile, what it opened is undone."""
-        task = self._background.spawn(opening, "open at the agent")
+        task = self._background.spawn(self._outcome(opening), "open at the agent")
         try:
-            return await asyncio.shield(task)
+            outcome = await asyncio.shield(task)
         except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
+                # The session was closed; the caller itself goes on.
+                raise AgentUnavailable("the agent's session was closed") from None
             self._background.spawn(self._undo(task, undo), "undo at the agent")
             raise
+        if isinstance(outcome, AgentUnavailable | RemoteError):
+            raise outcome
+        return outcome
 
-    @staticmethod
-    async def _undo(task: asyncio.Task[_T], undo: Callable[[_T], Coroutine[Any, Any, object]]) -> None:
+    async def _outcome(self, opening: Coroutine[Any, Any, _T]) -> _T | AgentUnavailable | RemoteError:
+        """A refusal is a value here: its caller may be gone, and then it concerns nobody."""
+        self._opening += 1
         try:
-            await undo(await task)
+            return await opening
         except (AgentUnavailable, RemoteError) as error:
-            log.info("nothing to undo at the agent: %s", error)
+            return error
+        finally:
+            self._opening -= 1
+            if not self._opening:
+                self._early.clear()
+
+    async def _undo(
+        self,
+        task: asyncio.Task[_T | AgentUnavailable | RemoteError],
+        undo: Callable[[_T], Coroutine[Any, Any, object]],
+    ) -> None:
+        await asyncio.wait({task})
+        if task.cancelled():
+            return
+        outcome = task.result()
+        if isinstance(outcome, AgentUnavailable | RemoteError):
+            log.info("nothing to undo at the agent: %s", outcome)
+            return
+        while not self.lost.done():
+            try:
+                await undo(outcome)
+                return
+            except AgentUnavailable:
+                await first_of(self.lost, timeout=1.0)
+            except RemoteError as error:
+                log.info("nothing to undo at the agent: %s", error)
+                return
 
     async def _call(self, method: Any, request: Any, timeout: float) -> Any:
         """Calls the agent; an agent that is gone or mute becomes AgentUnavailable, its refusals RemoteError."""
@@ -177,22 +223,26 @@ class AgentSession:
 
     async def _follow(self) -> None:
         """Delivers events until the session is over. A stream that merely breaks is opened again."""
-        delay = 0.05
+        delay = FIRST_DELAY_S
+        broken = False
         while True:
             try:
                 async for event in self._stub.Events(agent_pb2.EventsRequest(session=self.session)):
-                    delay = 0.05
+                    delay = FIRST_DELAY_S
+                    broken = False
                     self._deliver(event)
                 # The agent ends the stream only after the session's last write is drained or fenced.
                 return self._end("the agent ended the session")
             except grpc.aio.AioRpcError as error:
                 if error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
                     return self._end(f"the agent does not know the session: {error.details()}")
-                log.warning("event stream of the transfer agent broke: %s", error.details())
+                if not broken:
+                    log.warning("event stream of the transfer agent broke: %s", error.details())
+                broken = True
             await first_of(self._agent_gone, timeout=delay)
             if self._agent_gone.done():
                 return self._end("the transfer agent is gone")
-            delay = min(delay * 2, 1.0)
+            delay = min(delay * 2, LONGEST_DELAY_S)
 
     def _deliver(self, event: agent_pb2.AgentEvent) -> None:
         match event.WhichOneof("event"):
@@ -211,10 +261,14 @@ class AgentSession:
                 if not self._ready.done():
                     self._ready.set_result(None)
 
-    def _resolve(self, table: dict[Any, asyncio.Future[Any]], key: object, event: object) -> None:
-        # An event can overtake the answer of the call that opened its subject.
-        future = table.setdefault(key, self._future())
-        if not future.done():
+    def _resolve(
+        self, table: dict[Any, asyncio.Future[Any]], key: tuple[int, int] | int, event: InboxEvent | TransferEvent
+    ) -> None:
+        future = table.get(key)
+        if future is None:
+            if self._opening:
+                self._early[key] = event
+        elif not future.done():
             future.set_result(event)
 
     def _end(self, why: str) -> None:
