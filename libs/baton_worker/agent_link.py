@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 
 import grpc
 from baton.v1 import agent_pb2, agent_pb2_grpc
 
 from baton_engine.client import EngineClient
-from baton_engine.errors import AttachFailed
+from baton_engine.errors import EngineDied, EngineError
 from baton_worker.agent_session import CALL_TIMEOUT_S, AgentSession
 from baton_worker.errors import AgentUnavailable
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 READY_TIMEOUT_S = 30.0
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 1.0
+# A session that lasts this long shows that the agent is well.
+STABLE_S = 5.0
 
 
 class AgentLink:
@@ -73,26 +76,38 @@ class AgentLink:
 
     async def _keep(self) -> None:
         delay = FIRST_DELAY_S
+        complained = False
         while True:
             try:
                 session = await self._attach()
-            except (AgentUnavailable, AttachFailed, grpc.aio.AioRpcError) as error:
-                if delay == FIRST_DELAY_S:
-                    log.warning("cannot attach to the transfer agent: %s", error)
+            except EngineDied:
+                # Its host ends this link too.
+                return
+            except (AgentUnavailable, EngineError, grpc.aio.AioRpcError) as error:
+                if not complained:
+                    log.warning("cannot attach to the transfer agent, trying on: %s", _text(error))
+                complained = True
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, LONGEST_DELAY_S)
                 continue
-            delay = FIRST_DELAY_S
+            complained = False
             log.info("attached to transfer agent %x, session %x", session.descriptor.incarnation, session.session)
+            began = time.monotonic()
             self._session = session
             self._changed.set()
             self._on_change()
             why = await asyncio.shield(session.lost)
             log.warning("session %x with the transfer agent is over: %s", session.session, why)
             self._session = None
-            await session.close()
             self._gone.pop(session.session, None)
             self._on_change()
+            await session.close()
+            if time.monotonic() - began >= STABLE_S:
+                delay = FIRST_DELAY_S
+            else:
+                # An agent that takes sessions only to end them must not be asked in a tight loop.
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, LONGEST_DELAY_S)
 
     async def _attach(self) -> AgentSession:
         stub = agent_pb2_grpc.TransferAgentStub(self._channel)
@@ -110,3 +125,8 @@ class AgentLink:
             if session is not None:
                 await session.close()
             raise
+
+
+def _text(error: Exception) -> str:
+    # The text of an AioRpcError is a page long.
+    return error.details() or error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 2.0
+# Whatever time to live a registry grants, it is not asked in a tight loop.
+SHORTEST_INTERVAL_S = 0.05
 
 
 class Registration:
@@ -48,6 +50,7 @@ class Registration:
 
     async def _keep(self) -> None:
         delay = FIRST_DELAY_S
+        failing = False
         while True:
             self._changed.clear()
             worker = self._describe()
@@ -63,9 +66,14 @@ class Registration:
                 )
                 self._lease = answer.lease
                 delay = FIRST_DELAY_S
-                await self._renew(answer.ttl_ms / 3000)
+                if failing:
+                    log.info("registered again")
+                failing = False
+                await self._renew(max(answer.ttl_ms / 3000, SHORTEST_INTERVAL_S))
             except grpc.aio.AioRpcError as error:
-                log.warning("registry: %s", error.details())
+                if not failing:
+                    log.warning("the registry does not have this worker, trying on: %s", error.details())
+                failing = True
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, LONGEST_DELAY_S)
 
