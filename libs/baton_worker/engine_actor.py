@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton_actors.actor import Actor, ActorStopped, handles
+from baton_actors.actor import Actor, ActorStopped, MailboxFull, handles
 from baton_engine.client import EngineClient
-from baton_engine.errors import EngineDied, EngineError, StepFailedError
+from baton_engine.errors import EngineDied, EngineError, SequenceInvalid, StepFailedError
 from baton_engine.messages import FinishReason, StepPlan, StepResult
 from baton_engine.scheduler import Finished, Scheduler, Sequence, Update
 from baton_worker.errors import EngineUnavailable, StepFailed
@@ -47,16 +47,18 @@ class SequenceStream:
     """What a sequence gives, until its `Finished`, which comes exactly once and last."""
 
     def __init__(self) -> None:
-        self._events: asyncio.Queue[Event | EngineUnavailable] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
-    def put(self, event: Event | EngineUnavailable) -> None:
+    def put(self, event: Event | Exception) -> None:
+        """An exception is the end of the stream."""
         self._events.put_nowait(event)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Raises EngineUnavailable if the engine dies, StepFailed if a step with this sequence fails."""
+        """Raises EngineUnavailable if the engine dies, StepFailed if a step with this sequence fails, and
+        SequenceInvalid if the scheduler refused it."""
         while True:
             event = await self._events.get()
-            if isinstance(event, EngineUnavailable):
+            if isinstance(event, Exception):
                 raise event
             if isinstance(event.update, Finished) and event.update.reason is FinishReason.FAILED:
                 raise StepFailed(
@@ -91,6 +93,13 @@ class _StepFailed:
     error: StepFailedError
 
 
+@dataclass(frozen=True)
+class _StepBroken:
+    """The step ended in no way that a step can: the engine is not to be trusted any more."""
+
+    error: Exception
+
+
 class EngineActor(Actor):
     """Lives and dies with one model process.
 
@@ -113,12 +122,20 @@ class EngineActor(Actor):
     def submit(self, sequence: Sequence, owner: Hashable) -> SequenceStream:
         """Hands a sequence and its pages' owner over: from now on the owner's hold is released by this actor.
 
-        Raises EngineUnavailable (then the owner still holds the pages).
+        Raises EngineUnavailable, MailboxFull, and SequenceInvalid for an id in use. Then the owner still holds them.
         """
+        sequence_id = sequence.sequence_id
+        if sequence_id in self._streams:
+            raise SequenceInvalid(f"sequence {sequence_id}: its id is in use", sequence=sequence_id)
         stream = SequenceStream()
+        # Known at once: messages that still wait when the actor stops are dropped, but their streams must hear of it.
+        self._streams[sequence_id] = owner, stream
         try:
             self.tell(_Submit(sequence, owner, stream))
-        except ActorStopped as error:
+        except (ActorStopped, MailboxFull) as error:
+            del self._streams[sequence_id]
+            if isinstance(error, MailboxFull):
+                raise
             raise EngineUnavailable("the model process is gone") from error
         return stream
 
@@ -130,19 +147,20 @@ class EngineActor(Actor):
     async def on_stop(self, error: BaseException | None) -> None:
         if self._step is not None:
             self._step.cancel()
-        gone = EngineUnavailable(f"the engine failed: {error}" if error else self.ending)
         for _, stream in self._streams.values():
-            stream.put(gone)
+            # One for each: an exception that many tasks raise would collect the tracebacks of all.
+            stream.put(EngineUnavailable(f"the engine failed: {error}" if error else self.ending))
         self._streams.clear()
 
     @handles
     async def _on_submit(self, message: _Submit) -> None:
-        self._streams[message.sequence.sequence_id] = message.owner, message.stream
         try:
             self.scheduler.add(message.sequence)
         except EngineError as error:
             log.error("the scheduler refused a sequence: %s", error)
-            self._deliver([Finished(message.sequence.sequence_id, FinishReason.FAILED)], None)
+            del self._streams[message.sequence.sequence_id]
+            self._reserver.release(message.owner)
+            message.stream.put(error)
         self._begin_step()
 
     @handles
@@ -164,6 +182,10 @@ class EngineActor(Actor):
         self._deliver(self.scheduler.fail(message.plan.step), None)
         self._begin_step()
 
+    @handles
+    async def _on_step_broken(self, message: _StepBroken) -> None:
+        raise message.error
+
     def _begin_step(self) -> None:
         plan = self.scheduler.next_step()
         if plan is not None:
@@ -178,10 +200,12 @@ class EngineActor(Actor):
         except EngineDied:
             # The host watches the process and stops this actor with the reason.
             return
+        except Exception as error:
+            self._tell_if_running(_StepBroken(error))
         else:
             self._tell_if_running(_StepDone(plan, result))
 
-    def _tell_if_running(self, message: _StepDone | _StepFailed) -> None:
+    def _tell_if_running(self, message: _StepDone | _StepFailed | _StepBroken) -> None:
         if self.running:
             self.tell(message)
 

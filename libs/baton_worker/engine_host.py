@@ -52,6 +52,7 @@ class EngineHost:
         self._on_change = on_change
         self._link: AgentLink | None = None
         self._alive = False
+        self._ending = "the worker is shutting down"
 
     client: EngineClient
     actor: EngineActor
@@ -106,6 +107,16 @@ class EngineHost:
             on_agent_lost=self._agent_lost,
             timeout_s=self._start_timeout_s,
         )
+        try:
+            await self._begin()
+        except BaseException:
+            await self.client.stop(grace_s=0.0)
+            raise
+        self._alive = True
+        self._on_change()
+        log.info("engine ready: %s, %d pages of %d tokens", self.info.model, self.info.pages, self.info.page_size)
+
+    async def _begin(self) -> None:
         self.reserver = PageReserver(PagePool(self.info.pages), self._max_waiting)
         scheduler = Scheduler(
             chunk_tokens=self._chunk_tokens, max_batch=self.info.max_batch, page_size=self.info.page_size
@@ -115,28 +126,29 @@ class EngineHost:
         if self._agent_channel is not None:
             self._link = AgentLink(self.client, self._agent_channel, self._on_change)
             self._link.start()
-        self._alive = True
-        self._on_change()
-        log.info("engine ready: %s, %d pages of %d tokens", self.info.model, self.info.pages, self.info.page_size)
 
     async def join(self) -> None:
         """Until the model process or the scheduler fails; raises what it failed of, with everything torn down."""
         actor = asyncio.create_task(self.actor.join())
-        await first_of(actor, self.client.exited)
+        try:
+            await first_of(actor, self.client.exited)
+        finally:
+            if not actor.done():
+                actor.cancel()
         failure: Exception
         if self.client.exited.done():
             failure = self.client.exited.result()
         else:
             failure = actor.exception() or EngineError("the scheduler stopped")  # type: ignore[assignment]
-        self.actor.ending = f"the engine failed: {failure}"
+        self._ending = self.actor.ending = f"the engine failed: {failure}"
         await self.stop()
-        await asyncio.gather(actor, return_exceptions=True)
         raise failure
 
     async def stop(self) -> None:
         """Idempotent."""
         self._alive = False
         self._on_change()
+        self.reserver.close(self._ending)
         await self.actor.stop()
         # The model process first: the end of its hand-off connection is what ends the session at the agent.
         await self.client.stop()

@@ -8,6 +8,16 @@ from collections.abc import Callable
 from baton_telemetry.metrics import WorkerMetrics
 from baton_worker.engine_host import EngineHost
 
+# What the agent was asked for when it did not answer in time.
+CLOSING_INBOX = "closing_inbox"
+CANCELLING_TRANSFER = "cancelling_transfer"
+QUARANTINE_REASONS = (CLOSING_INBOX, CANCELLING_TRANSFER)
+
+
+def quarantined_pages(host: EngineHost, reason: str) -> int:
+    """Pages that owners in quarantine for this reason hold."""
+    return sum(entry.pages for entry in host.reserver.pool.quarantines.values() if entry.reason == reason)
+
 
 def observe(metrics: WorkerMetrics, engine: Callable[[], EngineHost | None]) -> None:
     """`engine` gives the present engine, or None."""
@@ -24,6 +34,10 @@ def observe(metrics: WorkerMetrics, engine: Callable[[], EngineHost | None]) -> 
     metrics.queued_prompt_tokens.set_function(read(lambda host: host.actor.scheduler.queued_prompt_tokens))
     metrics.free_pages.set_function(read(lambda host: host.reserver.pool.free))
     metrics.total_pages.set_function(read(lambda host: host.reserver.pool.total))
+    for reason in QUARANTINE_REASONS:
+        metrics.quarantined_pages.labels(reason=reason).set_function(
+            read(lambda host, reason=reason: quarantined_pages(host, reason))  # type: ignore[misc]
+        )
     metrics.oldest_quarantine_seconds.set_function(
         read(lambda host: host.reserver.pool.oldest_quarantine_age(time.monotonic()))
     )

@@ -79,6 +79,9 @@ class Worker:
         self._server = RpcServer([section.listen], tls=self._tls, allow_insecure=settings.tls.allow_insecure)
         self._services: list[str] = []
         self._serving = False
+        self._address = ""
+        # Once: a restart must not fail of a path that was good at the start.
+        self._model_path = str(resolve_model(settings.model.name))
         observe(metrics, lambda: self._engine)
 
     # --- for the servicers ----------------------------------------------------------------------------------------
@@ -112,6 +115,7 @@ class Worker:
         for service in self._services:
             await self._server.set_serving(service, False)
         await self._server.start()
+        self._address = advertised_address(self._server.addresses[0], self.section.advertise_host)
         supervisor = Supervisor(self.worker_id)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._close)
@@ -139,7 +143,7 @@ class Worker:
     def _make_engine(self) -> EngineHost:
         section, model = self.section, self._settings.model
         spec = EngineSpec(
-            model_path=str(resolve_model(model.name)),
+            model_path=self._model_path,
             dtype=model.dtype,
             page_size=section.page_size,
             kv_bytes=int(section.kv_bytes),
@@ -171,7 +175,7 @@ class Worker:
             worker_id=self.worker_id,
             role=self.role,
             incarnation=self._incarnation,
-            address=advertised_address(self._server.addresses[0], self.section.advertise_host),
+            address=self._address,
             model=registry_pb2.ModelInfo(
                 name=self._settings.model.served_name or served_name(self._settings.model.name),
                 fingerprint=info.fingerprint,
