@@ -6,15 +6,17 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 from baton.v1 import agent_pb2, common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 
 from baton_config.sections import DecodeSettings
+from baton_kv.errors import KvError
 from baton_kv.plan import expected_extents, pages_to_transfer
 from baton_kv.shards import ShardMap
+from baton_rpc.addresses import AddressError
 from baton_rpc.errors import RemoteError
 from baton_telemetry.metrics import DecodeMetrics
 from baton_worker.agent_session import AgentSession, Inbox
@@ -22,6 +24,8 @@ from baton_worker.background import first_of
 from baton_worker.convert import layout_to_proto
 from baton_worker.engine_host import EngineHost
 from baton_worker.errors import AgentUnavailable, PrefillUnavailable, TransferBroken
+from baton_worker.letting_go import let_go, until_quiesced
+from baton_worker.observation import CLOSING_INBOX
 from baton_worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -29,8 +33,6 @@ log = logging.getLogger(__name__)
 AGENT_WAIT_S = 3.0
 # The sender's delivery completion is in, so the last immediate has reached this node: what remains is one event.
 SETTLE_S = 2.0
-# An inbox whose agent does not answer for this long is shown as quarantined.
-QUARANTINE_AFTER_S = 2.0
 
 PrefillResult = prefill_pb2.RunResponse | RemoteError
 
@@ -67,8 +69,8 @@ class KvReceiver:
     ) -> Received:
         """Has prompt positions [prefix_tokens, T - 1) written into `pages`, which start at position 0.
 
-        Raises PrefillUnavailable when the attempts are used up, or the last worker's refusal if it was about the
-        request or for want of room. Whatever happens, the pages are let go only when no write can follow.
+        Raises PrefillUnavailable when the attempts are used up, a worker's refusal if it was about the request, or the
+        last one's if it was for want of room. Whatever happens, the pages are let go only when no write can follow.
         """
         candidates = [worker for worker in request.prefill_workers if self._compatible(engine, worker)]
         if not candidates:
@@ -82,14 +84,17 @@ class KvReceiver:
         for retries, worker in enumerate(itertools.islice(itertools.cycle(candidates), attempts)):
             try:
                 received = await self._attempt(engine, worker, wanted, retries)
-            except (TransferBroken, AgentUnavailable, RemoteError) as error:
+            except (TransferBroken, AgentUnavailable, RemoteError, AddressError, KvError) as error:
                 failure = error
                 self._metrics.prefill_attempts.labels(outcome=error.reason.lower()).inc()
                 log.warning("request %s: prefill worker %s: %s", request.request_id, worker.worker_id, error)
+                if isinstance(error, RemoteError) and error.status == "INVALID_ARGUMENT":
+                    # No other worker would take it either.
+                    raise
                 continue
             self._metrics.prefill_attempts.labels(outcome="ok").inc()
             return received
-        if isinstance(failure, RemoteError) and failure.status in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"):
+        if isinstance(failure, RemoteError) and failure.status == "RESOURCE_EXHAUSTED":
             raise failure
         raise PrefillUnavailable(
             f"no prefill worker could compute the prompt in {attempts} attempts; the last one: {failure}",
@@ -123,12 +128,13 @@ class KvReceiver:
         )
         first = prefix_tokens // info.page_size
         destination = pages[first : first + pages_to_transfer(prompt_tokens, prefix_tokens, info.page_size)]
-        inbox = await session.open_inbox(worker.agent, expected)
+        prefill = prefill_pb2_grpc.PrefillStub(self._worker.peers.get(worker.address))
+        inbox = await self._open(session, worker.agent, expected)
         # From here on the inbox owns the pages too: a write may be under way until it is closed.
         owner = ("inbox", session.session, *inbox.key)
         engine.reserver.hold(list(destination), owner)
         started = time.monotonic_ns()
-        call = prefill_pb2_grpc.PrefillStub(self._worker.peers.get(worker.address)).Run(
+        call = prefill.Run(
             prefill_pb2.RunRequest(
                 request_id=request.request_id,
                 prompt_token_ids=request.prompt_token_ids,
@@ -144,14 +150,18 @@ class KvReceiver:
         except BaseException as error:
             call.cancel()
             closing = self._worker.background.spawn(
-                self._close(engine, session, inbox, owner), f"close of inbox {inbox.key}"
+                let_go(engine.reserver, owner, lambda: self._close(session, inbox), session.lost, reason=CLOSING_INBOX),
+                f"close of inbox {inbox.key}",
             )
             if isinstance(error, TransferBroken | RemoteError):
                 # The next attempt writes into the same pages.
                 await asyncio.shield(closing)
             raise
         engine.reserver.release(owner)
-        self._worker.background.spawn(self._return_slot(session, inbox), f"close of inbox {inbox.key}")
+        self._worker.background.spawn(
+            until_quiesced(lambda: self._close(session, inbox), session.lost, f"inbox {inbox.key}"),
+            f"close of inbox {inbox.key}",
+        )
         inbox_ns = max(0, full.full_ns - started) if full.full_ns else time.monotonic_ns() - started
         self._metrics.inbox_seconds.observe(inbox_ns / 1e9)
         return Received(worker.worker_id, inbox_ns // 1000, retries, run)
@@ -172,39 +182,18 @@ class KvReceiver:
             raise TransferBroken(f"the inbox failed: {event.reason}", cause=event.reason)
         return event
 
-    async def _close(self, engine: EngineHost, session: AgentSession, inbox: Inbox, owner: Hashable) -> None:
-        """Lets the inbox's hold on its pages go once no write can follow; until then they stay visible."""
-        began = time.monotonic()
-        pool = engine.reserver.pool
-        quarantined = False
-        delay = 0.05
-        while not session.lost.done():
-            try:
-                outcome = await session.close_inbox(inbox)
-                log.info("inbox %s closed: %s", inbox.key, outcome)
-                break
-            except (AgentUnavailable, RemoteError) as error:
-                if error.status == "NOT_FOUND":
-                    break
-                if not quarantined and time.monotonic() - began > QUARANTINE_AFTER_S:
-                    quarantined = True
-                    pool.quarantine(owner, error.reason, time.monotonic())
-                    log.error("pages of inbox %s are in quarantine: %s", inbox.key, error)
-                await first_of(session.lost, timeout=delay)
-                delay = min(delay * 2, 1.0)
-        if quarantined:
-            pool.release_quarantine(owner)
-            engine.reserver.wake()
-        else:
-            engine.reserver.release(owner)
+    @staticmethod
+    async def _open(session: AgentSession, sender: common_pb2.AgentDescriptor, expected: int) -> Inbox:
+        """Raises AgentUnavailable and TransferBroken: what this node's agent refuses is no fault of the request."""
+        try:
+            return await session.open_inbox(sender, expected)
+        except RemoteError as error:
+            raise TransferBroken(f"the agent refused an inbox: {error}", cause=error.reason) from error
 
     @staticmethod
-    async def _return_slot(session: AgentSession, inbox: Inbox) -> None:
-        try:
-            await session.close_inbox(inbox)
-        except (AgentUnavailable, RemoteError) as error:
-            # A session that is over has given all its slots back.
-            log.info("inbox %s: %s", inbox.key, error)
+    async def _close(session: AgentSession, inbox: Inbox) -> None:
+        outcome = await session.close_inbox(inbox)
+        log.info("inbox %s closed: %s", inbox.key, outcome)
 
 
 async def _result(call: grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]) -> PrefillResult:

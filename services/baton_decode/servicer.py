@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -51,8 +52,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.DecodeGenerateResponse]:
         outcome = "cancelled"
         try:
-            async for response in self._generate(request, context):
-                yield response
+            # Closed at once, as is the stream below: what they let go of must not wait for the garbage collector.
+            async with aclosing(self._generate(request, context)) as responses:
+                async for response in responses:
+                    yield response
             outcome = "ok"
         except Exception as error:
             outcome = getattr(error, "reason", "internal").lower()
@@ -62,7 +65,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     async def _generate(
         self, request: decode_pb2.DecodeGenerateRequest, context: Context
-    ) -> AsyncIterator[decode_pb2.DecodeGenerateResponse]:
+    ) -> AsyncGenerator[decode_pb2.DecodeGenerateResponse, None]:
         account = _Account(self._worker.worker_id)
         engine = self._worker.engine
         self._validate(engine, request)
@@ -90,8 +93,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             )
             stream = engine.actor.submit(sequence, owner)
             submitted = True
-            async for response in self._stream(stream, account, len(prompt)):
-                yield response
+            async with aclosing(self._stream(stream, account, len(prompt))) as responses:
+                async for response in responses:
+                    yield response
         finally:
             if submitted:
                 engine.actor.cancel(sequence_id)
@@ -144,7 +148,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     async def _stream(
         self, stream: SequenceStream, account: _Account, prompt_tokens: int
-    ) -> AsyncIterator[decode_pb2.DecodeGenerateResponse]:
+    ) -> AsyncGenerator[decode_pb2.DecodeGenerateResponse, None]:
         async for event in stream:
             match event.update:
                 case PrefillAdvanced() if event.step is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from baton_engine.messages import StepPlan
 from baton_kv.plan import chunk_pages
 from baton_rpc.errors import RemoteError
 from baton_worker.agent_session import AgentSession, Transfer
-from baton_worker.background import BackgroundTasks
+from baton_worker.background import BackgroundTasks, first_of
 from baton_worker.errors import AgentUnavailable
+from baton_worker.letting_go import until_quiesced
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,9 @@ class KvSender:
         self._background = background
         self._page_size = page_size
         self._outgoing: dict[int, Outgoing] = {}
+        # The latest announcement to each session. They follow each other: the agent takes a transfer's last chunk for
+        # the end of its plans.
+        self._announced: dict[AgentSession, asyncio.Task[None]] = {}
 
     def track(self, sequence_id: int, outgoing: Outgoing) -> None:
         """From now on the steps of this sequence are announced for its transfer."""
@@ -68,7 +73,12 @@ class KvSender:
             if chunk.pages or chunk.last:
                 chunks[outgoing.session].append((outgoing, chunk))
         for session, planned in chunks.items():
-            self._background.spawn(self._submit(session, plan.step, planned), f"chunk plan of step {plan.step}")
+            former = self._announced.get(session)
+            task = self._background.spawn(
+                self._submit(former, session, plan.step, planned), f"chunk plan of step {plan.step}"
+            )
+            self._announced[session] = task
+            task.add_done_callback(functools.partial(self._announcement_ended, session))
 
     async def after_failed_step(self, plan: StepPlan) -> None:
         """The next step would move the layer counter past what was never computed: its transfers end first."""
@@ -79,15 +89,27 @@ class KvSender:
 
     @staticmethod
     async def _cancel(outgoing: Outgoing) -> None:
-        try:
-            await outgoing.session.cancel_transfer(outgoing.transfer)
-        except (AgentUnavailable, RemoteError) as error:
-            # An agent that is gone posts nothing; one that lives and does not answer must not hold garbage to send.
-            log.error("could not cancel transfer %x: %s", outgoing.transfer.transfer, error)
-            await outgoing.session.lost
+        """An agent that is gone posts nothing; one that lives and does not answer must not hold garbage to send."""
+
+        async def quiesce() -> None:
+            if not outgoing.transfer.ended.done():
+                await outgoing.session.cancel_transfer(outgoing.transfer)
+
+        await until_quiesced(quiesce, outgoing.session.lost, f"transfer {outgoing.transfer.transfer:x}")
+
+    def _announcement_ended(self, session: AgentSession, task: asyncio.Task[None]) -> None:
+        if self._announced.get(session) is task:
+            del self._announced[session]
 
     @staticmethod
-    async def _submit(session: AgentSession, step: int, planned: list[tuple[Outgoing, agent_pb2.ChunkPlan]]) -> None:
+    async def _submit(
+        former: asyncio.Task[None] | None,
+        session: AgentSession,
+        step: int,
+        planned: list[tuple[Outgoing, agent_pb2.ChunkPlan]],
+    ) -> None:
+        if former is not None:
+            await first_of(former)
         try:
             await session.submit_step(step, [chunk for _, chunk in planned])
         except (AgentUnavailable, RemoteError) as error:

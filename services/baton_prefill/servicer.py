@@ -23,13 +23,14 @@ from baton_worker.convert import layout_to_proto
 from baton_worker.engine_actor import SequenceStream
 from baton_worker.engine_host import EngineHost
 from baton_worker.errors import (
-    AgentUnavailable,
     ContextLengthExceeded,
     EngineUnavailable,
     IncompatibleWorker,
     InvalidRequest,
     TransferBroken,
 )
+from baton_worker.letting_go import let_go
+from baton_worker.observation import CANCELLING_TRANSFER
 from baton_worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         try:
             session = await engine.link.session(AGENT_WAIT_S)
             skipped = request.prefix_tokens // page_size
-            transfer = await session.open_transfer(request.inbox, pages[skipped:], list(request.pages))
+            transfer = await self._open(session, request, pages[skipped:])
             outgoing = Outgoing(session, transfer, len(prompt), request.prefix_tokens)
             engine.reserver.hold(pages, ("transfer", sequence_id))
             self._sender.track(sequence_id, outgoing)
@@ -132,6 +133,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             )
 
     @staticmethod
+    async def _open(session: AgentSession, request: prefill_pb2.RunRequest, source: list[int]) -> Transfer:
+        """Raises AgentUnavailable and TransferBroken: another worker's agent may take what this node's refuses."""
+        try:
+            return await session.open_transfer(request.inbox, source, list(request.pages))
+        except RemoteError as error:
+            raise TransferBroken(f"the agent refused the transfer: {error}", cause=error.reason) from error
+
+    @staticmethod
     async def _complete(stream: SequenceStream, outgoing: Outgoing, arrived: int) -> prefill_pb2.RunResponse:
         """Until the prompt is computed and every write is complete."""
         response = prefill_pb2.RunResponse()
@@ -158,18 +167,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     async def _let_go(self, engine: EngineHost, session: AgentSession, transfer: Transfer, sequence_id: int) -> None:
         """The transfer's hold on the pages ends when nothing can read them any more."""
-        self._sender.forget(sequence_id)
-        while not transfer.ended.done():
-            try:
+
+        async def quiesce() -> None:
+            if not transfer.ended.done():
                 await session.cancel_transfer(transfer)
-                break
-            except (AgentUnavailable, RemoteError) as error:
-                if error.status == "NOT_FOUND":
-                    break
-                log.warning("transfer %x keeps its pages: %s", transfer.transfer, error)
-                await first_of(session.lost, transfer.ended, timeout=1.0)
+
+        await let_go(engine.reserver, ("transfer", sequence_id), quiesce, session.lost, reason=CANCELLING_TRANSFER)
         session.forget(transfer)
-        engine.reserver.release(("transfer", sequence_id))
+        # Until here a step that fails has to wait for this transfer's end too.
+        self._sender.forget(sequence_id)
 
 
 async def _compute(stream: SequenceStream, response: prefill_pb2.RunResponse, arrived: int) -> None:
