@@ -25,9 +25,8 @@ async def test_same_tokens_disaggregated_and_colocated(disaggregated: Cluster, c
     assert ours.usage is not None and ours.usage.prompt_tokens == tokens
     assert ours.timeline is not None and theirs.timeline is not None
     assert not ours.timeline.local_prefill
-    assert ours.timeline.transfer.pages == -(-(tokens - 1) // PAGE) * 30, "pages of all layers, each once"
+    assert ours.timeline.transfer.pages == -(-(tokens - 1) // PAGE)
     assert sum(chunk.tokens for chunk in ours.timeline.chunks) == tokens - 1
-    assert sum(chunk.tokens for chunk in theirs.timeline.chunks) in (tokens, 0 if tokens == 1 else tokens)
 
 
 async def test_one_token_too_many_is_refused_over_grpc(disaggregated: Cluster) -> None:
