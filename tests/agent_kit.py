@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-
 from baton.v1 import agent_pb2, agent_pb2_grpc, common_pb2
+
 from baton_kv.plan import expected_extents
 from baton_kv.shards import ShardMap
 from baton_memory import Handoff, HandoffConnection, LayerCounter, SharedMemory, hand_over

@@ -309,7 +309,9 @@ class Engine:
                 self.fail_peer(transfer.peer)
                 return
             for stream in transfer.streams:
-                transfer.extents += self._copy(stream, layer, transfer.pages[first : first + pages], transfer, target[0])
+                transfer.extents += self._copy(
+                    stream, layer, transfer.pages[first : first + pages], transfer, target[0]
+                )
         if transfer.last and not transfer.todo:
             del self.transfers[number]
             self.emit(TransferDone(number, Stats(extents=transfer.extents)))

@@ -174,7 +174,25 @@ class AgentSettings(Section):
         default=5.0, description="A peer that accepts no write for this long has failed"
     )
     heartbeat_s: PositiveFloat = Field(
-        default=2.0, description="Interval at which agents with open transfers ask for each other"
+        default=0.5, description="Interval at which agents with open transfers ask for each other"
+    )
+    heartbeat_timeout_s: PositiveFloat = Field(default=1.0, description="How long the answer to that may take")
+    heartbeat_misses: PositiveInt = Field(
+        default=5, description="Missing answers in a row after which transfers with that agent fail"
+    )
+    stop_timeout_s: PositiveFloat = Field(
+        default=2.0,
+        description="How long a sending agent may take to confirm that a transfer has stopped, before its connection "
+        "is closed",
+    )
+    drain_timeout_s: PositiveFloat = Field(
+        default=2.0, description="How long a cancelled transfer's writes may take, before its connection is closed"
+    )
+    idle_timeout_s: PositiveFloat = Field(
+        default=60.0, description="How long a connection between agents is kept that no transfer uses"
+    )
+    shutdown_timeout_s: PositiveFloat = Field(
+        default=8.0, description="How long the writes in flight may take at the end of the process"
     )
     cpus: Cpus = Field(default=(), description="CPUs the process is bound to, such as 0,2-3; empty: any")
 

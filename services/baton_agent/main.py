@@ -40,7 +40,15 @@ async def run(settings: Settings) -> None:
             engine.provider,
             agent.node,
             Addresses(agent.socket, str(agent.handoff), agent.control, agent.advertise_host),
-            AgentOptions(heartbeat_interval=agent.heartbeat_s),
+            AgentOptions(
+                stop_timeout=agent.stop_timeout_s,
+                drain_timeout=agent.drain_timeout_s,
+                heartbeat_interval=agent.heartbeat_s,
+                heartbeat_timeout=agent.heartbeat_timeout_s,
+                heartbeat_misses=agent.heartbeat_misses,
+                idle_timeout=agent.idle_timeout_s,
+                shutdown_timeout=agent.shutdown_timeout_s,
+            ),
             tls=files,
             allow_insecure=tls.allow_insecure,
         )
@@ -48,11 +56,9 @@ async def run(settings: Settings) -> None:
         try:
             await service.start()
             await metrics.start(agent.metrics)
-            await serve_until_signalled(service.failed)
+            await serve_until_signalled(service.failure())
         finally:
             await service.stop()
             await metrics.stop()
     finally:
         await asyncio.to_thread(engine.close)
-    if service.failed.done():
-        raise service.failed.result()

@@ -117,7 +117,8 @@ class Peers(Actor):
         fresh = time.monotonic() - 2 * self._options.heartbeat_interval
         if watched is not None and watched.liveness.misses == 0 and watched.alive_at > fresh:
             return
-        answer = await self._heartbeat(peer)
+        # Waits for a connection: after a failed one gRPC refuses for up to half a second without trying.
+        answer = await self._heartbeat(peer, wait_for_ready=True)
         if answer is Answer.RESTARTED:
             raise StaleDescriptor(peer.incarnation, peer.address)
         if answer is not Answer.ALIVE:
@@ -181,7 +182,8 @@ class Peers(Actor):
                 return
             except grpc.aio.AioRpcError as error:
                 failure = RemoteError.from_rpc(error)
-                self._bury_if_wrong(peer, failure)
+                if self._bury_if_wrong(peer, failure):
+                    return
                 if failure.status not in ("UNAVAILABLE", "DEADLINE_EXCEEDED") or time.monotonic() > end:
                     logger.warning("agent %#018x did not take an abort: %s", peer.incarnation, failure)
                     return
@@ -214,10 +216,12 @@ class Peers(Actor):
         logger.warning("agent %#018x at %s: %s", peer.incarnation, peer.address, reason)
         self._on_lost(PeerLost(peer, reason))
 
-    async def _heartbeat(self, peer: Peer) -> Answer:
+    async def _heartbeat(self, peer: Peer, wait_for_ready: bool = False) -> Answer:
         request = agent_pb2.HeartbeatRequest(caller_incarnation=self._incarnation, callee_incarnation=peer.incarnation)
         try:
-            await self._stub(peer).Heartbeat(request, timeout=self._options.heartbeat_timeout)
+            await self._stub(peer).Heartbeat(
+                request, timeout=self._options.heartbeat_timeout, wait_for_ready=wait_for_ready
+            )
         except grpc.aio.AioRpcError as error:
             failure = RemoteError.from_rpc(error)
             if self._bury_if_wrong(peer, failure):

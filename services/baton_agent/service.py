@@ -159,6 +159,10 @@ class TransferAgentService:
             await actor.stop()
         await asyncio.to_thread(self._fabric.engine.close)
 
+    async def failure(self) -> None:
+        """Waits until the agent can't go on, and raises why."""
+        raise await asyncio.shield(self.failed)
+
     def problem(self) -> dict[str, object] | None:
         """What is wrong with the agent, for its health page; None if nothing is."""
         if self.failed.done():

@@ -10,6 +10,7 @@ from baton.v1 import agent_pb2, common_pb2
 from baton_kv.immediate import SLOTS
 from baton_kv.layout import Order, PageLayout
 from baton_kv.shards import ShardMap
+from baton_rpc.addresses import TcpAddress, parse_address
 
 from .errors import InvalidArgument, TransportMismatch, VersionUnsupported
 
@@ -95,15 +96,18 @@ def sharding_message(cache: Cache) -> common_pb2.Sharding:
 
 
 def read_agent(message: common_pb2.AgentDescriptor, transport: str) -> Peer:
-    """Raises VersionUnsupported, TransportMismatch, InvalidArgument."""
+    """Raises VersionUnsupported, TransportMismatch, InvalidArgument, baton_rpc's AddressError."""
     if message.version != AGENT_VERSION:
         raise VersionUnsupported("the agent descriptor", message.version, AGENT_VERSION)
     if message.transport != transport:
         raise TransportMismatch(transport, message.transport)
     if not message.incarnation:
         raise InvalidArgument("the agent descriptor's incarnation must not be 0", field="incarnation")
-    if not message.control_address:
-        raise InvalidArgument("the agent descriptor has no control address", field="control_address")
+    if not isinstance(parse_address(message.control_address), TcpAddress):
+        raise InvalidArgument(
+            f"the agent descriptor's control address is {message.control_address!r}: it must be host:port",
+            field="control_address",
+        )
     return Peer(message.incarnation, message.control_address)
 
 

@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import dataclass, replace
 
 import pytest
+from baton.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 import fake_fabric
 from agent_kit import LAYERS, Model, Worker, extents, until, worker
-from baton.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_kv.immediate import SLOTS
@@ -368,7 +368,8 @@ async def test_what_open_transfer_refuses(attached):
         (changed(receiver__transport="shm"), [0], [0], "TRANSPORT_MISMATCH"),
         (changed(receiver__incarnation=0), [0], [0], "INVALID_FIELD"),
         (changed(receiver__incarnation=7), [0], [0], "STALE_DESCRIPTOR"),
-        (changed(receiver__control_address=""), [0], [0], "INVALID_FIELD"),
+        (changed(receiver__control_address=""), [0], [0], "BAD_ADDRESS"),
+        (changed(receiver__control_address="unix:/tmp/x"), [0], [0], "INVALID_FIELD"),
         (changed(receiver__control_address="nonsense"), [0], [0], "BAD_ADDRESS"),
         (changed(slot=SLOTS), [0], [0], "INVALID_FIELD"),
         (changed(endpoints=[]), [0], [0], "INVALID_FIELD"),
