@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import cast, get_args
 
 from ..config import RopeConfig, RopeKind
 from ..gguf_file import GgufFile
@@ -64,9 +64,8 @@ def from_gguf(file: GgufFile, settings: Settings, head_dim: int, context_length:
     factor = settings.get("rope.scaling.factor", float)
     attention_factor = None
     if "rope.scaling.attn_factor" in settings:
-        # GGUF multiplies YaRN's own temperature by this.
-        raise_by = settings.get("rope.scaling.attn_factor", float)
-        attention_factor = raise_by * yarn_mscale(factor, 1.0)
+        # GGUF's factor comes on top of YaRN's own temperature.
+        attention_factor = settings.get("rope.scaling.attn_factor", float) * yarn_mscale(factor, 1.0)
     return RopeConfig(
         theta=theta,
         kind=kind,
@@ -81,8 +80,6 @@ def from_gguf(file: GgufFile, settings: Settings, head_dim: int, context_length:
 
 def _kind(settings: Settings, key: str) -> RopeKind:
     written = settings.get(key, str)
-    for kind in get_args(RopeKind):
-        if kind == written:
-            known: RopeKind = kind
-            return known
-    raise settings.invalid(key, f"it must be one of {', '.join(get_args(RopeKind))}")
+    if written not in get_args(RopeKind):
+        raise settings.invalid(key, f"it must be one of {', '.join(get_args(RopeKind))}")
+    return cast(RopeKind, written)
