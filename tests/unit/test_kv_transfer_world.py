@@ -45,7 +45,6 @@ class Inbox:
     life: InboxLife
     endpoint: Endpoint
     pages: list[int]
-    asked: bool = False
     arrived: int = 0
     ended: Counter[type] = field(default_factory=Counter)
 
@@ -444,23 +443,23 @@ class World(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whatever happened: a bounded number of the environment's answers ends everything."""
-        for _ in range(ROUNDS):
+        for round_number in range(ROUNDS):
             if not self.receiver.inboxes and not self.sender.transfers:
                 break
-            self._settle_a_little()
+            self._settle_a_little(late=self.mute or round_number > 2)
         assert not self.receiver.inboxes and not self.sender.transfers
         assert self.receiver.pool.free_runs() == [range(PAGES)]
         assert self.receiver.slots.in_use == 0
 
-    def _settle_a_little(self) -> None:
-        """Deadlines pass, commands are answered, messages arrive (or none does, if the network is mute)."""
+    def _settle_a_little(self, late: bool) -> None:
+        """Commands are answered, messages arrive (or none does, if the network is mute); `late`: calls time out."""
         for key, box in list(self.receiver.inboxes.items()):
             match box.life.stage:
                 case inbox.Stage.OPENING:
                     self._finish_inbox_opening(key, works=True)
                 case inbox.Stage.RECEIVING:
                     self._act(key, box.life.close("DEADLINE"))
-                case inbox.Stage.STOP_REQUESTED if self.mute:
+                case inbox.Stage.STOP_REQUESTED if late:
                     self._act(key, box.life.stop_failed())
                 case inbox.Stage.UNPROVEN:
                     self._act(key, box.life.retry_fence())
