@@ -9,10 +9,10 @@ nanoseconds, durations microseconds, sizes bytes.
 from collections.abc import Sequence
 from typing import TypeAlias
 
-Extent: TypeAlias = tuple[int, int, int]
+_Extent: TypeAlias = tuple[int, int, int]
 """(source_offset, destination_offset, length) within a page."""
 
-Stream: TypeAlias = tuple[int, int, int, int, int, int, int, int, Sequence[Extent]]
+_Stream: TypeAlias = tuple[int, int, int, int, int, int, int, int, Sequence[_Extent]]
 """What one source region sends into one destination region:
 
 (source_region, source_layer_stride, source_page_stride, remote_key, remote_base, remote_length, remote_layer_stride,
@@ -21,7 +21,7 @@ remote_page_stride, extents of a page). Byte b of extent e of layer l of the pai
 ``l * remote_layer_stride + d * remote_page_stride + e.destination_offset + b`` of the remote one.
 """
 
-Chunk: TypeAlias = tuple[int, int, int, int, bool]
+_Chunk: TypeAlias = tuple[int, int, int, int, bool]
 """(transfer, counter_base, first_page, pages, last): see Engine.submit_chunks."""
 
 def libfabric_version() -> tuple[int, int]:
@@ -145,7 +145,7 @@ class EngineFailed:
     @property
     def detail(self) -> str: ...
 
-Event: TypeAlias = (
+_Event: TypeAlias = (
     InboxFull | InboxViolation | TransferDone | TransferFailed | TransferCancelled | PeerFailed | EngineFailed
 )
 
@@ -176,7 +176,7 @@ class Engine:
     @property
     def event_fd(self) -> int:
         """Readable while events() has something to return. Owned by the engine."""
-    def events(self) -> list[Event]:
+    def events(self) -> list[_Event]:
         """Takes all events so far, oldest first. Never blocks."""
     def close(self) -> None:
         """Closes every endpoint, region and the fabric and ends the thread. Idempotent.
@@ -229,8 +229,9 @@ class Engine:
         0 is full at once.
 
         regions: those that the transfer writes into, None for all that there are now; they cannot be deregistered
-        until the inbox is full or closed. Where the provider cannot wake us (wait_fd false) an endpoint makes progress only while it
-        has an inbox that is open and not full: so leave the inbox open until the sender has confirmed quiescence.
+        until the inbox is full or closed. Where the provider cannot wake us (wait_fd false) an endpoint makes progress
+        only while it has an inbox that is open and not full, and for one post timeout after close_inbox: so leave the
+        inbox open until the sender has confirmed quiescence.
         """
     def close_inbox(self, slot: int, generation: int) -> bool:
         """Forgets the inbox -> whether it was full. False too if there is none. Not a fence."""
@@ -251,7 +252,7 @@ class Engine:
         generation: int,
         counter: int,
         layers: int,
-        streams: Sequence[Stream],
+        streams: Sequence[_Stream],
         source_pages: Sequence[int],
         destination_pages: Sequence[int],
     ) -> None:
@@ -260,7 +261,7 @@ class Engine:
         Everything is checked here: nothing outside the regions described is ever posted. Without pages or without
         streams the transfer is done at once. Exactly one terminal event follows.
         """
-    def submit_chunks(self, chunks: Sequence[Chunk]) -> None:
+    def submit_chunks(self, chunks: Sequence[_Chunk]) -> None:
         """The chunk plans of a forward step, in one call; its cost does not depend on the number of layers.
 
         Layer l of a chunk is sent when the transfer's counter is at least counter_base + l + 1 (counter_base is

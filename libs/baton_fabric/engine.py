@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ._native import (
     Engine,
     EngineFailed,
-    Event,
     InboxFull,
     InboxViolation,
     PeerFailed,
@@ -38,6 +37,11 @@ __all__ = [
 ]
 
 
+Event: TypeAlias = (
+    InboxFull | InboxViolation | TransferDone | TransferFailed | TransferCancelled | PeerFailed | EngineFailed
+)
+
+
 class RegisteredRegion(NamedTuple):
     region: int
     key: int
@@ -48,7 +52,7 @@ class RegisteredRegion(NamedTuple):
 class Stream(NamedTuple):
     """What one source region sends into one destination region. Strides, offsets and lengths in bytes.
 
-    Extents: (source offset, destination offset, length) within a page. The arithmetic: ``_native.Stream``.
+    Extents: (source offset, destination offset, length) within a page. The arithmetic: ``_native.pyi``.
     """
 
     source_region: int
