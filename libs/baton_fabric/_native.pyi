@@ -4,15 +4,17 @@ Every method may be called from any thread; calls release the GIL, take effect o
 they have. They take some ten microseconds, except where a docstring says otherwise. All raise
 ``baton_fabric.errors.FabricError`` (its docstring lists the reasons). Times are CLOCK_MONOTONIC of this node in
 nanoseconds, durations microseconds, sizes bytes.
+
+Extent, Stream, Chunk and Event exist for type checkers only; baton_fabric.engine has them for programs.
 """
 
 from collections.abc import Sequence
 from typing import TypeAlias
 
-_Extent: TypeAlias = tuple[int, int, int]
+Extent: TypeAlias = tuple[int, int, int]
 """(source_offset, destination_offset, length) within a page."""
 
-_Stream: TypeAlias = tuple[int, int, int, int, int, int, int, int, Sequence[_Extent]]
+Stream: TypeAlias = tuple[int, int, int, int, int, int, int, int, Sequence[Extent]]
 """What one source region sends into one destination region:
 
 (source_region, source_layer_stride, source_page_stride, remote_key, remote_base, remote_length, remote_layer_stride,
@@ -21,7 +23,7 @@ remote_page_stride, extents of a page). Byte b of extent e of layer l of the pai
 ``l * remote_layer_stride + d * remote_page_stride + e.destination_offset + b`` of the remote one.
 """
 
-_Chunk: TypeAlias = tuple[int, int, int, int, bool]
+Chunk: TypeAlias = tuple[int, int, int, int, bool]
 """(transfer, counter_base, first_page, pages, last): see Engine.submit_chunks."""
 
 def libfabric_version() -> tuple[int, int]:
@@ -145,7 +147,7 @@ class EngineFailed:
     @property
     def detail(self) -> str: ...
 
-_Event: TypeAlias = (
+Event: TypeAlias = (
     InboxFull | InboxViolation | TransferDone | TransferFailed | TransferCancelled | PeerFailed | EngineFailed
 )
 
@@ -176,7 +178,7 @@ class Engine:
     @property
     def event_fd(self) -> int:
         """Readable while events() has something to return. Owned by the engine."""
-    def events(self) -> list[_Event]:
+    def events(self) -> list[Event]:
         """Takes all events so far, oldest first. Never blocks."""
     def close(self) -> None:
         """Closes every endpoint, region and the fabric and ends the thread. Idempotent.
@@ -252,7 +254,7 @@ class Engine:
         generation: int,
         counter: int,
         layers: int,
-        streams: Sequence[_Stream],
+        streams: Sequence[Stream],
         source_pages: Sequence[int],
         destination_pages: Sequence[int],
     ) -> None:
@@ -261,7 +263,7 @@ class Engine:
         Everything is checked here: nothing outside the regions described is ever posted. Without pages or without
         streams the transfer is done at once. Exactly one terminal event follows.
         """
-    def submit_chunks(self, chunks: Sequence[_Chunk]) -> None:
+    def submit_chunks(self, chunks: Sequence[Chunk]) -> None:
         """The chunk plans of a forward step, in one call; its cost does not depend on the number of layers.
 
         Layer l of a chunk is sent when the transfer's counter is at least counter_base + l + 1 (counter_base is
