@@ -8,7 +8,7 @@ async def until(condition: Callable[[], object], what: str = "the condition", ti
     """Returns when `condition()` is true; fails after `timeout` seconds."""
     try:
         async with asyncio.timeout(timeout):
-            while not condition():
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
     except TimeoutError:
         raise AssertionError(f"{what} did not come true within {timeout:g} s") from None
