@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import openai
 from baton.v1 import inference_pb2_grpc
-from fake_decode import FakeDecode, register, worker_info
-from tokenizer_samples import default_model
 
 from baton_config import Settings, load_settings
 from baton_gateway.main import Gateway
 from baton_rpc import open_channel
 from baton_tokenizer import Tokenizer, load_tokenizer
+from fake_decode import FakeDecode, register, worker_info
+from tokenizer_samples import default_model
 
 TEXT = "The café is open — 24 hours 👍🏽 日本!"
 

@@ -15,6 +15,8 @@ REQUEST_ID_HEADER = "x-request-id"
 # A prompt of a million token ids is 7 MB of JSON.
 MAX_BODY_BYTES = 8 << 20
 BODY_SECONDS = 30.0
+# How many times the limit is read and thrown away of a body that is too large.
+DISCARD_FACTOR = 8
 
 
 class RequestEnvelope:
@@ -48,8 +50,8 @@ class RequestEnvelope:
             await error.response()(scope, receive, send_with_id)
             return
         except BodyTooLarge as error:
+            await self._discard(receive)
             response = to_http(error).response()
-            # The rest of the body is not read, so the connection cannot carry another request.
             response.headers["connection"] = "close"
             await response(scope, receive, send_with_id)
             return
@@ -74,6 +76,19 @@ class RequestEnvelope:
                 raise self._too_large(size)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    async def _discard(self, receive: Receive) -> None:
+        """Reads on for a while: closing on a client that still writes resets the connection, and the answer with it."""
+        size = 0
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                while size < DISCARD_FACTOR * self._max_body_bytes:
+                    message = await receive()
+                    size += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return
 
     def _too_large(self, size: int) -> BodyTooLarge:
         return BodyTooLarge(

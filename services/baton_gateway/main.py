@@ -46,7 +46,7 @@ class Gateway:
         )
         dispatcher = Dispatcher(self.cluster, rules, options.worker_wait_s)
         self.service = GatewayService(rules.model, tokenizer, dispatcher, self.metrics, options.max_requests)
-        health = Health(self.service, stall_s)
+        self.health = health = Health(self.service, stall_s)
         self._registry = RpcServer([options.registry], tls=tls, allow_insecure=insecure)
         self._registry.add(registry_pb2_grpc.add_RegistryServicer_to_server, RegistryServicer(self.cluster), REGISTRY)
         self._public = RpcServer([options.grpc], tls=tls, allow_insecure=insecure)
@@ -110,10 +110,14 @@ async def run(settings: Settings) -> None:
     if settings.gateway.cpus:
         os.sched_setaffinity(0, settings.gateway.cpus)
     tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.model.name))
-    gateway = Gateway(settings, tokenizer)
+    await serve_until_signalled(_serve(Gateway(settings, tokenizer)))
+
+
+async def _serve(gateway: Gateway) -> None:
+    """Cancelled by the signal, whether it comes while starting or later."""
     await gateway.start()
     try:
-        await serve_until_signalled(gateway.join())
+        await gateway.join()
     finally:
         await gateway.stop()
 
