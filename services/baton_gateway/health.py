@@ -30,10 +30,10 @@ class Health:
         """None while healthy; otherwise a machine-readable reason and a message."""
         idle = self._service.progress.idle_for(time.monotonic())
         if idle > self._stall_s:
-            in_flight = self._service.progress.in_flight
+            waiting = self._service.progress.waiting
             return {
                 "reason": "NO_PROGRESS",
-                "message": f"{in_flight} requests are in flight and none has moved for {idle:.0f} s",
+                "message": f"{waiting} requests wait for workers and none has moved for {idle:.0f} s",
             }
         try:
             self._service.require_route()

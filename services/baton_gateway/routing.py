@@ -62,7 +62,7 @@ def choose(
 ) -> Route:
     """The least loaded decode worker that is able, and the prefill workers of the same model, best first.
 
-    excluded: decode workers that were tried for this request already.
+    max_tokens: 0 for all that the context leaves. excluded: decode workers that were tried for this request already.
     Raises NoWorkerForModel, NoDecodeWorker, NoPrefillWorker.
     """
     serving = [candidate for candidate in candidates if candidate.worker.model.name == rules.model]
@@ -91,13 +91,17 @@ def choose(
             decode_workers=len(decodes),
             prefill_workers=len(prefills),
         )
-    best = min(ables, key=lambda c: _decode_rank(c, prompt_tokens + max_tokens))
+    best = min(ables, key=lambda c: _decode_rank(c, prompt_tokens + max_tokens if max_tokens else None))
     return Route(best.worker, tuple(c.worker for c in offered(best)[: rules.prefill_candidates]))
 
 
-def _decode_rank(candidate: Candidate, tokens: int) -> tuple[int, int, int, int, str]:
-    """Smaller is better: room for the request now, then few requests, then many free pages, then turns."""
+def _decode_rank(candidate: Candidate, tokens: int | None) -> tuple[int, int, int, int, str]:
+    """Smaller is better: room for the request now, then few requests, then many free pages, then turns.
+
+    tokens: prompt and answer; None: the whole context.
+    """
     load = candidate.worker.load
+    tokens = candidate.worker.model.max_model_len if tokens is None else tokens
     page_size = candidate.worker.layout.page_size
     pages = -(-tokens // page_size) if page_size else 0
     if load.total_pages and pages > load.total_pages:

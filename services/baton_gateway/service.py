@@ -65,26 +65,28 @@ class Admission:
 
 @dataclass
 class Progress:
-    """Whether requests get anywhere. Pure; the caller gives the time, in seconds."""
+    """Whether requests get anywhere. Pure; the caller gives the time, in seconds.
 
-    in_flight: int = 0
-    last: float = field(default=0.0)
+    waiting: requests that wait for workers. One whose client is slow to read does not: it is no sign of a jam.
+    """
 
-    def begin(self, now: float) -> None:
-        if self.in_flight == 0:
+    waiting: int = 0
+    last: float = 0.0
+
+    def wait(self, now: float) -> None:
+        """A request begins to wait for its next message."""
+        if self.waiting == 0:
             self.last = now
-        self.in_flight += 1
+        self.waiting += 1
 
-    def advance(self, now: float) -> None:
-        self.last = now
-
-    def end(self, now: float) -> None:
-        self.in_flight -= 1
+    def moved(self, now: float) -> None:
+        """A request that waited has its message, or has ended in whatever way."""
+        self.waiting -= 1
         self.last = now
 
     def idle_for(self, now: float) -> float:
-        """Seconds in which requests were there and nothing happened to any of them; an end of any kind counts."""
-        return now - self.last if self.in_flight else 0.0
+        """Seconds in which requests waited and nothing happened to any of them."""
+        return now - self.last if self.waiting else 0.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ class GatewayService:
         generation = _with_end_ids(generation, ends)
         trace = Trace()
         outcome = "cancelled"
-        self.progress.begin(time.monotonic())
+        self.progress.wait(time.monotonic())
+        waiting = True
         in_flight = metrics.requests_in_flight.labels(api=arrival.api)
         in_flight.inc()
         last_token: float | None = None
@@ -169,7 +172,8 @@ class GatewayService:
             async with aclosing(self._dispatcher.stream(generation, trace)) as responses:
                 async for response in responses:
                     now = time.monotonic()
-                    self.progress.advance(now)
+                    self.progress.moved(now)
+                    waiting = False
                     increment = assembler.take(response)
                     if increment.token_ids:
                         if last_token is None:
@@ -185,13 +189,16 @@ class GatewayService:
                     yield increment
                     if increment.finished:
                         return
+                    self.progress.wait(time.monotonic())
+                    waiting = True
         except Exception as error:
             outcome = describe(error).code.name.lower()
             raise
         finally:
             now = time.monotonic()
             in_flight.dec()
-            self.progress.end(now)
+            if waiting:
+                self.progress.moved(now)
             metrics.requests.labels(api=arrival.api, outcome=outcome).inc()
             metrics.request_seconds.labels(api=arrival.api).observe(now - arrival.at)
             logger.debug(

@@ -57,7 +57,7 @@ async def test_a_silent_worker_is_tidied_away_without_any_request() -> None:
 async def test_a_request_waits_for_a_worker_to_come() -> None:
     async with gateway(worker_wait_s=30.0) as stack:
         request = asyncio.create_task(_ask(stack))
-        await eventually(lambda: stack.gateway.service.progress.in_flight == 1)
+        await eventually(lambda: stack.gateway.service.progress.waiting == 1)
         await stack.add(says())
         assert await request == TEXT
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import httpx
 import openai
@@ -222,7 +223,7 @@ async def test_a_client_that_leaves_cancels_the_work_at_once(
         assert sorted(worker.cancelled) == sorted(request.request_id for request in worker.requests)
         assert worker.finished == []
         await eventually(lambda: stack.gateway.service.admission.in_flight == 0)
-        assert stack.gateway.service.progress.in_flight == 0
+        assert stack.gateway.service.progress.waiting == 0
         async with _http(stack) as http:
             assert 'outcome="cancelled"} ' + str(float(count)) in (await http.get("/metrics")).text
 
@@ -234,9 +235,9 @@ async def test_a_client_that_leaves_while_waiting_for_a_worker() -> None:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
         writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
         service = stack.gateway.service
-        await eventually(lambda: service.progress.in_flight == 1)
+        await eventually(lambda: service.progress.waiting == 1)
         writer.close()
-        await eventually(lambda: service.progress.in_flight == 0)
+        await eventually(lambda: service.progress.waiting == 0)
         assert service.admission.in_flight == 0
 
 
@@ -250,3 +251,13 @@ async def test_the_openai_client_closing_its_stream_cancels() -> None:
         await anext(stream)
         await stream.close()
         await worker.until(lambda: len(worker.cancelled) == 1)
+
+
+async def test_small_writes_are_not_held_back() -> None:
+    async with gateway() as stack, _http(stack) as http:
+        await http.get("/version")
+        server = stack.gateway._http._server
+        assert server is not None
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -269,19 +269,20 @@ def test_admission_is_all_or_nothing_and_gives_back() -> None:
     assert admission.in_flight == 0
 
 
-def test_progress_is_about_what_is_in_flight() -> None:
+def test_progress_is_about_what_waits_for_workers() -> None:
     progress = Progress()
     assert progress.idle_for(1000.0) == 0
-    progress.begin(1000.0)
+    progress.wait(1000.0)
     assert progress.idle_for(1005.0) == 5
-    progress.begin(1005.0)
+    progress.wait(1005.0)
     assert progress.idle_for(1010.0) == 10
-    progress.advance(1010.0)
+    progress.moved(1010.0)
     assert progress.idle_for(1011.0) == 1
-    progress.end(1020.0)
-    assert progress.idle_for(1021.0) == 1
-    progress.end(1022.0)
+    progress.moved(1012.0)
+    # The clients have the word now, and may be slow.
     assert progress.idle_for(9999.0) == 0
+    progress.wait(9999.0)
+    assert progress.idle_for(10_000.0) == 1
 
 
 def test_a_timeline_as_json_has_numbers_and_every_field() -> None:

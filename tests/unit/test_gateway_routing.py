@@ -220,3 +220,16 @@ def test_an_account_in_use_outlives_the_worker() -> None:
         assert book.candidates([_worker("c0", COLOCATED)])[0].requests == 1
     book.forget(("c0", 1))
     assert book.candidates([_worker("c0", COLOCATED)])[0] == Candidate(_worker("c0", COLOCATED))
+
+
+def test_a_request_for_the_rest_of_the_context_needs_room_for_all_of_it() -> None:
+    route = choose(
+        _candidates(
+            _worker("full", COLOCATED, free_pages=31, total_pages=100),
+            _worker("roomy", COLOCATED, running_requests=5, free_pages=32, total_pages=100),
+        ),
+        RULES,
+        60,
+        0,
+    )
+    assert route.decode.worker_id == "roomy"
