@@ -29,7 +29,7 @@ void InboxTable::open(uint64_t endpoint, uint64_t slot, uint64_t generation, uin
     }
     inbox = Inbox{Inbox::State::kWaiting, static_cast<uint32_t>(generation), endpoint, expected, 0, 0,
                   std::move(regions)};
-    ++waiting_;
+    ++active_;
     metrics_.inboxes.add();
     if (expected == 0) {
         settle(inbox, Inbox::State::kFull);
@@ -66,9 +66,7 @@ void InboxTable::arrived(uint32_t bits, uint64_t now) {
 }
 
 void InboxTable::settle(Inbox &inbox, Inbox::State state) {
-    if (inbox.state == Inbox::State::kWaiting) {
-        --waiting_;
-    }
+    active_ -= inbox.active() ? 1 : 0;
     // A violated inbox keeps its regions until it is closed: its sender writes what was not agreed.
     if (state != Inbox::State::kViolated) {
         for (const auto region : inbox.regions) {
@@ -77,6 +75,7 @@ void InboxTable::settle(Inbox &inbox, Inbox::State state) {
         inbox.regions.clear();
     }
     inbox.state = state;
+    active_ += inbox.active() ? 1 : 0;
 }
 
 bool InboxTable::close(Inbox &inbox) {

@@ -27,12 +27,14 @@ class InboxTable {
 
     void arrived(uint32_t immediate, uint64_t now);
 
-    // Open, and neither full nor failed: something may still arrive.
-    uint32_t waiting() const { return waiting_; }
+    // How many inboxes have a sender that may still be writing.
+    uint32_t active() const { return active_; }
 
   private:
     struct Inbox {
         enum class State { kClosed, kWaiting, kFull, kViolated };
+        bool active() const { return state == State::kWaiting || state == State::kViolated; }
+
         State state = State::kClosed;
         uint32_t generation = 0;
         uint64_t endpoint = 0;
@@ -49,7 +51,7 @@ class InboxTable {
     EventQueue &events_;
     Metrics &metrics_;
     std::vector<Inbox> slots_;
-    uint32_t waiting_ = 0;
+    uint32_t active_ = 0;
 };
 
 }  // namespace baton::fabric

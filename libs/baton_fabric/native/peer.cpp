@@ -18,6 +18,11 @@ constexpr uint64_t kFirstRetryNs = 50'000;
 constexpr uint64_t kLongestRetryNs = 2'000'000;
 
 UniqueFd watch_process(int process) {
+    // The shm provider maps an endpoint of its own process by reference: once one side is closed, the other reads
+    // unmapped memory.
+    if (process == getpid()) {
+        throw invalid("BAD_ADDRESS", "shm does not work between endpoints of one process; use tcp there");
+    }
     // Absent on old kernels and for processes of others' namespaces; then timeouts tell.
     return process > 0 ? UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, process, 0))) : UniqueFd();
 }

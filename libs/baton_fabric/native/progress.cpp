@@ -12,6 +12,8 @@ namespace {
 // A poll that finds nothing costs 1 to 2 us.
 constexpr uint64_t kShortestPollNs = 50'000;
 constexpr uint64_t kLongestPollNs = 200'000;
+// And for how long after the last arrival although every inbox is full: what arrives then is a violation.
+constexpr uint64_t kArrivalLingerNs = 100'000'000;
 
 }  // namespace
 
@@ -69,7 +71,7 @@ bool Progress::close_inbox(uint64_t slot, uint64_t generation) {
     const bool was_full = inboxes_.close(slot, generation);
     if (!was_full) {
         // Its sender may still be draining, which over a provider that must be polled takes our part.
-        linger_until_ns_ = now_ns() + options_.post_timeout_ns;
+        linger_until_ns_ = std::max(linger_until_ns_, now_ns() + options_.post_timeout_ns);
     }
     return was_full;
 }
@@ -163,7 +165,10 @@ void Progress::turn() {
 size_t Progress::poll(uint64_t now) {
     const size_t count = domain_.poll(
         [this, now](void *context) { sender_.completed(*static_cast<WriteContext *>(context), now); },
-        [this, now](uint32_t immediate) { inboxes_.arrived(immediate, now); },
+        [this, now](uint32_t immediate) {
+            inboxes_.arrived(immediate, now);
+            linger_until_ns_ = std::max(linger_until_ns_, now + kArrivalLingerNs);
+        },
         [this](const CompletionError &error) {
             if (error.context != nullptr) {
                 sender_.write_failed(*static_cast<WriteContext *>(error.context), error.detail);
@@ -179,7 +184,7 @@ size_t Progress::poll(uint64_t now) {
 
 uint64_t Progress::wake_time(uint64_t now) {
     uint64_t wake = sender_.next_time_ns();
-    const bool open = inboxes_.waiting() != 0 || sender_.writes_in_flight() || now < linger_until_ns_;
+    const bool open = inboxes_.active() != 0 || sender_.writes_in_flight() || now < linger_until_ns_;
     if (domain_.wait_fd() < 0 && open) {
         wake = std::min(wake, now + poll_interval_ns_);
         poll_interval_ns_ = std::min(2 * poll_interval_ns_, kLongestPollNs);

@@ -1,0 +1,291 @@
+"""Two sides of a fabric for tests, in this process or one of them in a child: memory, counter, engine, and waiting
+with a deadline.
+
+``python fabric_harness.py SOCKET_FD MEMORY_FD ...`` is the child: it serves a Side by JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from baton_fabric._native import Engine
+from baton_fabric.errors import FabricError
+from baton_memory import LayerCounter, SharedMemory
+
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_S) -> None:
+    """Waits for something that no descriptor announces."""
+    end = time.monotonic() + seconds
+    pause = select.poll()
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        pause.poll(1)
+
+
+class Side:
+    """One engine, one region of `layers` x `pages` x `page_bytes`, one layer counter."""
+
+    def __init__(
+        self,
+        provider: str,
+        memory: SharedMemory,
+        layer_counter: LayerCounter,
+        shape: tuple[int, int, int],
+        post_timeout_ms: int,
+    ) -> None:
+        self.layers, self.pages, self.page_bytes = shape
+        self.memory = memory
+        self.layer_counter = layer_counter
+        self.bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(shape)
+        self.engine: Any = Engine(provider, post_timeout_ms=post_timeout_ms)
+        self.region, self.key, self.base = self.engine.register_region(memory.fd, memory.length)
+        self.counter = self.engine.attach_counter(layer_counter.memory_fd, layer_counter.doorbell_fd)
+        self.seen: list[Any] = []
+
+    def fill(self, seed: int = 0) -> None:
+        """No byte is 0."""
+        self.bytes[:] = np.random.default_rng(seed).integers(1, 256, self.bytes.shape, dtype=np.uint8)
+
+    def wait(self, *kinds: type[Any], count: int = 1, seconds: float = DEADLINE_S) -> list[Any]:
+        """Takes the next `count` events of these kinds; others stay in `seen`."""
+        return self.wait_named([kind.__name__ for kind in kinds], count, seconds)
+
+    def wait_named(self, kinds: list[str], count: int, seconds: float) -> list[Any]:
+        end = time.monotonic() + seconds
+        while True:
+            self.seen += self.engine.events()
+            found = [event for event in self.seen if type(event).__name__ in kinds][:count]
+            if len(found) == count:
+                self.seen = [event for event in self.seen if not any(event is taken for taken in found)]
+                return found
+            left = end - time.monotonic()
+            names = [type(event).__name__ for event in self.seen]
+            assert left > 0, f"not within {seconds} s: {count} of {kinds}; seen {names}"
+            select.select([self.engine.event_fd], [], [], left)
+
+    def metric(self, name: str) -> int:
+        return int(self.engine.metrics()[name])
+
+    def close(self) -> None:
+        self.engine.close()
+        del self.bytes
+        self.layer_counter.close()
+        self.memory.close()
+
+
+class _RemoteEngine:
+    """The engine of a child process."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *arguments: self._call(method, *arguments)
+
+
+class RemoteSide(Side):
+    """The same in a child process. Memory and counter are this process's own and shared with the child."""
+
+    def __init__(
+        self,
+        provider: str,
+        memory: SharedMemory,
+        layer_counter: LayerCounter,
+        shape: tuple[int, int, int],
+        post_timeout_ms: int,
+    ) -> None:
+        self.layers, self.pages, self.page_bytes = shape
+        self.memory = memory
+        self.layer_counter = layer_counter
+        self.bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(shape)
+        ours, theirs = socket.socketpair()
+        fds = [memory.fd, layer_counter.memory_fd, layer_counter.doorbell_fd, theirs.fileno()]
+        arguments = [provider, *map(str, [*fds, *shape, post_timeout_ms])]
+        self.process = subprocess.Popen([sys.executable, __file__, *arguments], pass_fds=fds)
+        theirs.close()
+        ours.settimeout(DEADLINE_S + 10)
+        self._lines = ours.makefile("rw", encoding="utf-8")
+        ours.close()
+        self.region, self.key, self.base, self.counter = self.call("identify")
+        self.engine = _RemoteEngine(self.call)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        json.dump([method, arguments], self._lines, default=lambda value: {"bytes": value.hex()})
+        self._lines.write("\n")
+        self._lines.flush()
+        kind, answer = json.loads(self._lines.readline(), object_hook=_from_json)
+        if kind == "error":
+            raise FabricError(*answer)
+        assert kind == "result", answer
+        return answer
+
+    def wait_named(self, kinds: list[str], count: int, seconds: float) -> list[Any]:
+        return [SimpleNamespace(**event) for event in self.call("wait", kinds, count, seconds)]
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        self._lines.close()
+        try:
+            self.process.wait(DEADLINE_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+        del self.bytes
+        self.layer_counter.close()
+        self.memory.close()
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    return bytes.fromhex(value["bytes"]) if set(value) == {"bytes"} else value
+
+
+def _fields(event: Any) -> dict[str, Any]:
+    simple = {name: getattr(event, name) for name in dir(event) if not name.startswith("_")}
+    return {name: value if isinstance(value, int | str) else _fields(value) for name, value in simple.items()}
+
+
+def _serve(side: Side, lines: Any) -> None:
+    for line in lines:
+        method, arguments = json.loads(line, object_hook=_from_json)
+        try:
+            if method == "wait":
+                answer = ["result", [_fields(event) for event in side.wait_named(*arguments)]]
+            elif method == "identify":
+                answer = ["result", [side.region, side.key, side.base, side.counter]]
+            else:
+                answer = ["result", getattr(side.engine, method)(*arguments)]
+        except FabricError as error:
+            answer = ["error", [str(error), error.status, error.reason, error.fields]]
+        except AssertionError as error:
+            answer = ["failure", str(error)]
+        json.dump(answer, lines, default=lambda value: {"bytes": value.hex()})
+        lines.write("\n")
+        lines.flush()
+
+
+def make_side(
+    provider: str,
+    *,
+    remote: bool = False,
+    layers: int = 4,
+    pages: int = 64,
+    page_bytes: int = 4096,
+    post_timeout_ms: int = 5000,
+) -> Any:
+    kind = RemoteSide if remote else Side
+    memory = SharedMemory.create("fabric-test", layers * pages * page_bytes)
+    return kind(provider, memory, LayerCounter.create(), (layers, pages, page_bytes), post_timeout_ms)
+
+
+class Pair:
+    """A sender here and a receiver, connected. shm works only between two processes."""
+
+    def __init__(self, provider: str, *, remote: bool | None = None, **arguments: int) -> None:
+        self.provider = provider
+        self.sender = make_side(provider, **arguments)
+        self.receiver = make_side(provider, remote=provider == "shm" if remote is None else remote, **arguments)
+        self.endpoint, address = self.receiver.engine.open_endpoint()
+        self.peer = self.sender.engine.connect(address)
+        self._transfers = 0
+        self._slots = 0
+
+    def stream(self, *extents: tuple[int, int, int]) -> tuple[Any, ...]:
+        """Whole pages unless told otherwise."""
+        sender, receiver = self.sender, self.receiver
+        return (
+            sender.region,
+            sender.pages * sender.page_bytes,
+            sender.page_bytes,
+            receiver.key,
+            receiver.base,
+            receiver.memory.length,
+            receiver.pages * receiver.page_bytes,
+            receiver.page_bytes,
+            list(extents) or [(0, 0, sender.page_bytes)],
+        )
+
+    def next_slot(self) -> int:
+        self._slots += 1
+        return self._slots
+
+    def open(
+        self,
+        source_pages: list[int],
+        destination_pages: list[int],
+        *,
+        streams: list[Any] | None = None,
+        slot: int | None = None,
+        generation: int = 0,
+        expected: int | None = None,
+    ) -> int:
+        """Opens inbox (unless the slot is given) and transfer -> transfer."""
+        streams = [self.stream()] if streams is None else streams
+        layers = self.sender.layers
+        if slot is None:
+            slot = self.next_slot()
+            if expected is None:
+                expected = layers * len(source_pages) * sum(len(stream[-1]) for stream in streams)
+            self.receiver.engine.open_inbox(self.endpoint, slot, generation, expected)
+        self._transfers += 1
+        self.sender.engine.open_transfer(
+            self._transfers,
+            self.peer,
+            slot,
+            generation,
+            self.sender.counter,
+            layers,
+            streams,
+            source_pages,
+            destination_pages,
+        )
+        return self._transfers
+
+    def run_step(self, step: int) -> None:
+        """The model's side of a step: one layer after the other."""
+        for layer in range(self.sender.layers):
+            self.sender.layer_counter.advance(step * self.sender.layers + layer + 1)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@contextmanager
+def pair(provider: str, *, remote: bool | None = None, **arguments: int) -> Iterator[Any]:
+    both = Pair(provider, remote=remote, **arguments)
+    try:
+        yield both
+    finally:
+        both.close()
+
+
+def main() -> None:
+    provider = sys.argv[1]
+    memory_fd, cell_fd, doorbell_fd, socket_fd, layers, pages, page_bytes, post_timeout_ms = map(int, sys.argv[2:])
+    memory = SharedMemory.open(memory_fd, layers * pages * page_bytes)
+    counter = LayerCounter.open(cell_fd, doorbell_fd)
+    side = Side(provider, memory, counter, (layers, pages, page_bytes), post_timeout_ms)
+    with socket.socket(fileno=socket_fd) as connection:
+        _serve(side, connection.makefile("rw", encoding="utf-8"))
+    side.close()
+
+
+if __name__ == "__main__":
+    main()
