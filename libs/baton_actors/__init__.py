@@ -2,7 +2,7 @@
 
 from baton_actors.actor import Actor, ActorStopped, MailboxFull, handles
 from baton_actors.deadline import Deadline, DeadlineExceeded
-from baton_actors.lifecycle import serve_until_signalled
+from baton_actors.lifecycle import keeping_stop_signals, serve_until_signalled
 from baton_actors.supervisor import Child, RestartLimitExceeded, RestartPolicy, Supervisor
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "RestartPolicy",
     "Supervisor",
     "handles",
+    "keeping_stop_signals",
     "serve_until_signalled",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 
-from baton_actors import serve_until_signalled
+from baton_actors import keeping_stop_signals, serve_until_signalled
 from baton_config import Settings
+from baton_fabric.engine import FabricEngine
 from baton_rpc import TlsFiles
 from baton_telemetry.exposition import MetricsServer
 
@@ -21,18 +21,16 @@ __all__ = ["TransferAgentService", "run"]
 
 async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM. Raises what made it impossible to start or to go on."""
-    # The native library is loaded here and not on import, so that `baton --help` needs none.
-    from baton_fabric._native import Engine
-
     agent, tls = settings.agent, settings.tls
     if agent.cpus:
         os.sched_setaffinity(0, agent.cpus)
     files = None
     if tls.certificate is not None and tls.key is not None and tls.authority is not None:
         files = TlsFiles(tls.certificate, tls.key, tls.authority)
-    engine = Engine(
-        provider=agent.transport, node=agent.node, spin=agent.spin, post_timeout_ms=int(agent.post_timeout_s * 1000)
-    )
+    with keeping_stop_signals():
+        engine = await FabricEngine.start(
+            agent.transport, agent.node, spin=agent.spin, post_timeout_ms=int(agent.post_timeout_s * 1000)
+        )
     try:
         # What both sides must share is the provider, not the name that chose it.
         service = TransferAgentService(
@@ -61,4 +59,4 @@ async def run(settings: Settings) -> None:
             await service.stop()
             await metrics.stop()
     finally:
-        await asyncio.to_thread(engine.close)
+        await engine.close()

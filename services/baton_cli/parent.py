@@ -18,6 +18,8 @@ def end_with_parent(parent: int, stop_seconds: float) -> None:
         raise SystemExit(f"the supervisor (process {parent}) has ended") from None
 
     def watch() -> None:
+        # Signals are the main thread's, which may hold them off for a while.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
         poller.poll()

@@ -14,6 +14,7 @@ from baton_actors import (
     RestartPolicy,
     Supervisor,
     handles,
+    keeping_stop_signals,
     serve_until_signalled,
 )
 
@@ -151,3 +152,10 @@ async def test_serving_ends_with_a_failure():
 
     with pytest.raises(ValueError, match="gave up"):
         await serve_until_signalled(fail())
+
+
+def test_a_librarys_signal_handlers_are_undone():
+    before = signal.getsignal(signal.SIGTERM)
+    with keeping_stop_signals():
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    assert signal.getsignal(signal.SIGTERM) is before
