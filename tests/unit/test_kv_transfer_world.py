@@ -496,7 +496,7 @@ TestWorld = World.TestCase
 TestWorld.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
 
 
-# --- two ways to the same accident, too long to be found every time ----------------------------------------------------
+# --- two ways to the same accident, too long to be found every time --------------------------------------------------
 
 
 def world_with_a_write_in_flight() -> tuple[World, Key]:
