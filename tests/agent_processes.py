@@ -70,6 +70,13 @@ class Agent:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
+    def freeze(self) -> None:
+        """SIGSTOP, and until every thread stands still."""
+        self.signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.pid}/task")
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+            os.sched_yield()
+
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()

@@ -1,4 +1,4 @@
-"""An engine with the interface of the native core, in one process, that moves bytes only when a test says so.
+"""An engine with the interface of FabricEngine, in one process, that moves bytes only when a test says so.
 
 Engines on one `Network` reach each other. `Network.run()` lets every write happen that may; `Engine.hold` and the
 `fail_…` switches keep things from happening.
@@ -6,10 +6,11 @@ Engines on one `Network` reach each other. `Network.run()` lets every write happ
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import mmap
-import os
 import struct
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,52 +124,43 @@ class Engine:
         self.network = network
         network.engines.append(self)
         self.provider = "fake"
-        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Writes are neither completed nor failed, and cancels do not drain.
         self.hold = False
         # How often close_endpoint fails.
         self.fail_fences = 0
         self.unquiesced = False
-        self.queue: list[Any] = []
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.regions: dict[int, int] = {}
         self.counters: dict[int, mmap.mmap] = {}
         self.endpoints: dict[int, bytes] = {}
         self.inboxes: dict[int, Inbox] = {}
         self.peers: dict[int, bytes] = {}
         self.transfers: dict[int, Transfer] = {}
-        self.closed = False
 
     # --- events ---------------------------------------------------------------------------------------------------
 
-    def events(self) -> list[Any]:
-        try:
-            os.eventfd_read(self.event_fd)
-        except BlockingIOError:
-            return []
-        events, self.queue = self.queue, []
-        return events
+    async def events(self) -> AsyncIterator[Any]:
+        while (event := await self.queue.get()) is not None:
+            yield event
 
     def emit(self, event: Any) -> None:
-        self.queue.append(event)
-        os.eventfd_write(self.event_fd, 1)
+        self.queue.put_nowait(event)
 
     def metrics(self) -> dict[str, int]:
         return {"bytes": 0, "busy_us": 0}
 
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            os.close(self.event_fd)
+    async def close(self) -> None:
+        self.queue.put_nowait(None)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def register_region(self, fd: int, length: int) -> tuple[int, int, int]:
+    async def register_region(self, fd: int, length: int) -> tuple[int, int, int]:
         region, key = next(self.network.numbers), next(self.network.numbers) << 40
         self.network.memory[key] = mmap.mmap(fd, length)
         self.regions[region] = key
         return region, key, 0
 
-    def deregister_region(self, region: int) -> None:
+    async def deregister_region(self, region: int) -> None:
         if any(stream[0] == region for transfer in self.transfers.values() for stream in transfer.streams):
             raise FabricError("in use", "FAILED_PRECONDITION", "REGION_IN_USE")
         self.network.memory.pop(self.regions.pop(region)).close()
@@ -190,7 +182,7 @@ class Engine:
         self.network.endpoints[address] = self, endpoint
         return endpoint, address
 
-    def close_endpoint(self, endpoint: int) -> list[tuple[int, int]]:
+    async def close_endpoint(self, endpoint: int) -> list[tuple[int, int]]:
         if self.fail_fences:
             self.fail_fences -= 1
             raise FabricError("stalled", "DEADLINE_EXCEEDED", "ENGINE_STALLED")
@@ -235,7 +227,7 @@ class Engine:
         self.peers[peer] = address
         return peer
 
-    def disconnect(self, peer: int) -> None:
+    async def disconnect(self, peer: int) -> None:
         if self.peers.pop(peer, None) is None:
             return
         self.fail_transfers(peer, "DISCONNECTED")

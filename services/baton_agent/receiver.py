@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.v1 import agent_pb2, common_pb2
 
 from baton_actors import Actor, handles
+from baton_fabric.engine import FabricEngine
 from baton_fabric.errors import FabricError
 from baton_kv.immediate import wire_generation
 from baton_kv.transfer.inbox import Action, AskStop, Fence, InboxLife, Reusable, Stage
@@ -20,7 +21,7 @@ from baton_kv.transfer.slots import SlotKey, SlotNotInUse, SlotTable
 from baton_telemetry.metrics import AgentMetrics
 
 from .errors import FenceFailed, StaleDescriptor, UnknownInbox, UnknownSession
-from .fabric import Fabric, FabricEvents
+from .fabric import FabricEvent
 from .options import AgentOptions
 from .peers import PeerLost, Peers, Watch
 from .session import SessionView
@@ -86,8 +87,11 @@ class _StopAnswered:
 
 @dataclass(frozen=True)
 class _FenceEnded:
+    """`full`: whether the inbox had everything; then its InboxFull, or InboxViolation, is under way or was here. None:
+    the endpoint is not closed."""
+
     endpoint: int
-    closed: bool
+    full: Callable[[SlotKey], bool] | None
 
 
 @dataclass
@@ -110,6 +114,7 @@ class _Inbox:
     life: InboxLife = field(default_factory=InboxLife)
     waiting: list[asyncio.Future[Proof]] = field(default_factory=list)
     full: Any = None
+    violated: bool = False
     # When its quarantine began, 0 before.
     since: float = 0.0
 
@@ -117,17 +122,20 @@ class _Inbox:
 class Receiver(Actor):
     """Owns every inbox. No handler waits: what takes time runs beside it and comes back as a message."""
 
+    # A burst of events is as long as there are inboxes.
+    mailbox_capacity = 1 << 18
+
     def __init__(
         self,
         agent: common_pb2.AgentDescriptor,
-        fabric: Fabric,
+        engine: FabricEngine,
         peers: Peers,
         options: AgentOptions,
         metrics: AgentMetrics,
     ) -> None:
         super().__init__("receiver")
         self._agent = agent
-        self._fabric = fabric
+        self._engine = engine
         self._peers = peers
         self._options = options
         self._metrics = metrics
@@ -190,7 +198,7 @@ class Receiver(Actor):
         inbox = _Inbox(key, view, endpoint)
         regions = [rank.region for rank in view.ranks]
         try:
-            self._fabric.engine.open_inbox(
+            self._engine.open_inbox(
                 endpoint.number, key.slot, wire_generation(key.generation), message.expected, regions
             )
         except FabricError:
@@ -258,28 +266,33 @@ class Receiver(Actor):
     # --- the engine -----------------------------------------------------------------------------------------------
 
     @handles
-    async def fabric_events(self, message: FabricEvents) -> None:
-        for event in message.events:
-            inbox = self._by_slot.get(event.slot)
-            if inbox is None or wire_generation(inbox.key.generation) != event.generation:
-                continue
-            if type(event).__name__ == "InboxFull":
-                inbox.full = event
-                self._do(inbox, inbox.life.full())
-            else:
-                logger.error("slot %d: %d extents came, %d were expected", event.slot, event.extents, event.expected)
-                self._do(inbox, inbox.life.violated(), "too_many_extents")
+    async def fabric_event(self, message: FabricEvent) -> None:
+        event = message.event
+        inbox = self._by_slot.get(event.slot)
+        if inbox is None or wire_generation(inbox.key.generation) != event.generation:
+            return
+        if message.kind == "InboxFull":
+            inbox.full = event
+            self._do(inbox, inbox.life.full())
+        else:
+            logger.error("slot %d: %d extents came, %d were expected", event.slot, event.extents, event.expected)
+            inbox.violated = True
+            self._do(inbox, inbox.life.violated(), "too_many_extents")
+            if inbox.endpoint.number not in self._endpoints:
+                self._do(inbox, inbox.life.fenced())
 
     @handles
     async def fence_ended(self, message: _FenceEnded) -> None:
         endpoint = self._endpoints[message.endpoint]
         endpoint.fencing = False
-        if message.closed:
+        if message.full is not None:
             del self._endpoints[message.endpoint]
         for inbox in [self._inboxes[key] for key in endpoint.inboxes]:
-            self._do(inbox, inbox.life.fenced() if message.closed else inbox.life.fence_failed())
-            if not message.closed:
+            if message.full is None:
+                self._do(inbox, inbox.life.fence_failed())
                 self._fail_waiting(inbox)
+            elif inbox.violated or not message.full(inbox.key):
+                self._do(inbox, inbox.life.fenced())
 
     @handles
     async def tick(self, _: Tick) -> None:
@@ -336,7 +349,7 @@ class Receiver(Actor):
             )
 
     def _free(self, inbox: _Inbox, proof: Proof) -> None:
-        self._fabric.engine.close_inbox(inbox.key.slot, wire_generation(inbox.key.generation))
+        self._engine.close_inbox(inbox.key.slot, wire_generation(inbox.key.generation))
         del self._inboxes[inbox.key], self._by_slot[inbox.key.slot]
         inbox.endpoint.inboxes.discard(inbox.key)
         inbox.endpoint.used = time.monotonic()
@@ -376,7 +389,7 @@ class Receiver(Actor):
         """The endpoint of this sender, opened when first used: one a sender makes the fence affordable."""
         endpoint = self._healthy.get(sender.incarnation)
         if endpoint is None:
-            number, address = self._fabric.engine.open_endpoint()
+            number, address = self._engine.open_endpoint()
             endpoint = _Endpoint(number, address, sender)
             self._endpoints[number] = self._healthy[sender.incarnation] = endpoint
         endpoint.used = time.monotonic()
@@ -399,12 +412,16 @@ class Receiver(Actor):
 
     async def _close_endpoint(self, number: int) -> None:
         try:
-            await self._fabric.fence(number)
+            unfilled = {(slot, generation) for slot, generation in await self._engine.close_endpoint(number)}
         except FabricError as error:
-            logger.error("endpoint %d could not be closed: %s", number, error)
-            self.tell(_FenceEnded(number, closed=False))
+            if error.reason != "UNKNOWN_ENDPOINT":
+                logger.error("endpoint %d could not be closed: %s", number, error)
+                self.tell(_FenceEnded(number, None))
+                return
+            # A former attempt succeeded after its answer was given up; what it found is not known any more.
+            self.tell(_FenceEnded(number, lambda _: False))
         else:
-            self.tell(_FenceEnded(number, closed=True))
+            self.tell(_FenceEnded(number, lambda key: (key.slot, wire_generation(key.generation)) not in unfilled))
 
     async def _ask_sender(self, key: SlotKey, sender: Peer) -> None:
         self.tell(_StopAnswered(key, await self._peers.stop_transfer(sender, *key)))

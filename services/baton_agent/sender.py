@@ -7,11 +7,12 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.v1 import agent_pb2, common_pb2
 
 from baton_actors import Actor, handles
+from baton_fabric.engine import Chunk, FabricEngine, Stream
 from baton_fabric.errors import FabricError
 from baton_kv.immediate import wire_generation
 from baton_kv.plan import LayoutMismatch, plan_pairs
@@ -21,15 +22,12 @@ from baton_kv.transfer.tombstones import Tombstones
 from baton_telemetry.metrics import AgentMetrics
 
 from .errors import AgentError, TransferExists, TransferStopped, UnknownSession, UnknownTransfer
-from .fabric import Fabric, FabricEvents
+from .fabric import FabricEvent
 from .options import AgentOptions
 from .peers import PeerLost, Peers, Watch
 from .receiver import AddSession, EndSession, Tick
 from .session import SessionView
 from .wire import Peer, RemoteInbox, check_pages
-
-if TYPE_CHECKING:
-    from baton_fabric._native import Chunk, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +118,12 @@ class _Transfer:
 class Sender(Actor):
     """Owns every transfer. No handler waits: what takes time runs beside it and comes back as a message."""
 
-    def __init__(self, fabric: Fabric, peers: Peers, options: AgentOptions, metrics: AgentMetrics) -> None:
+    # A burst of events is as long as there are transfers.
+    mailbox_capacity = 1 << 18
+
+    def __init__(self, engine: FabricEngine, peers: Peers, options: AgentOptions, metrics: AgentMetrics) -> None:
         super().__init__("sender")
-        self._fabric = fabric
+        self._engine = engine
         self._peers = peers
         self._options = options
         self._metrics = metrics
@@ -239,9 +240,9 @@ class Sender(Actor):
             if transfer is None or transfer.view.session != message.session:
                 raise UnknownTransfer(chunk.transfer)
             if transfer.life.accepts_chunks:
-                chunks.append((chunk.transfer, base, chunk.first_page, chunk.pages, chunk.last))
+                chunks.append(Chunk(chunk.transfer, base, chunk.first_page, chunk.pages, chunk.last))
         if chunks:
-            self._fabric.engine.submit_chunks(chunks)
+            self._engine.submit_chunks(chunks)
 
     @handles
     async def cancel_transfer(self, message: CancelTransfer) -> asyncio.Future[bool]:
@@ -289,23 +290,22 @@ class Sender(Actor):
     # --- the engine -----------------------------------------------------------------------------------------------
 
     @handles
-    async def fabric_events(self, message: FabricEvents) -> None:
-        for event in message.events:
-            kind = type(event).__name__
-            if kind == "PeerFailed":
-                self._peer_failed(event.peer, event.reason, event.detail)
-                continue
-            transfer = self._transfers.get(event.transfer)
-            if transfer is None:
-                continue
-            if kind == "TransferDone":
-                self._metrics.transfer_seconds.observe(event.stats.duration_us / 1e6)
-                self._metrics.first_post_seconds.observe(event.stats.first_post_us / 1e6)
-                self._do(transfer, transfer.life.done(), event.stats)
-            elif kind == "TransferCancelled":
-                self._do(transfer, transfer.life.cancelled(event.quiesced))
-            else:
-                self._do(transfer, transfer.life.failed(event.reason, event.quiesced))
+    async def fabric_event(self, message: FabricEvent) -> None:
+        event = message.event
+        if message.kind == "PeerFailed":
+            self._peer_failed(event.peer, event.reason, event.detail)
+            return
+        transfer = self._transfers.get(event.transfer)
+        if transfer is None:
+            return
+        if message.kind == "TransferDone":
+            self._metrics.transfer_seconds.observe(event.stats.duration_us / 1e6)
+            self._metrics.first_post_seconds.observe(event.stats.first_post_us / 1e6)
+            self._do(transfer, transfer.life.done(), event.stats)
+        elif message.kind == "TransferCancelled":
+            self._do(transfer, transfer.life.cancelled(event.quiesced))
+        else:
+            self._do(transfer, transfer.life.failed(event.reason, event.quiesced))
 
     @handles
     async def drain_expired(self, message: _DrainExpired) -> None:
@@ -333,7 +333,7 @@ class Sender(Actor):
         for action in actions:
             match action:
                 case CancelWrites():
-                    self._fabric.engine.cancel_transfer(transfer.number)
+                    self._engine.cancel_transfer(transfer.number)
                     self._spawn(self._expire(transfer.number))
                 case Disconnect():
                     if transfer.connection is not None:
@@ -394,7 +394,7 @@ class Sender(Actor):
 
     def _open_over(self, transfer: _Transfer, connection: _Connection) -> None:
         view, inbox = transfer.view, transfer.inbox
-        self._fabric.engine.open_transfer(
+        self._engine.open_transfer(
             transfer.number,
             connection.peer,
             inbox.slot,
@@ -412,7 +412,7 @@ class Sender(Actor):
         key = inbox.receiver.incarnation, inbox.endpoint
         connection = self._connections.get(key)
         if connection is None:
-            connection = _Connection(self._fabric.engine.connect(inbox.endpoint), key)
+            connection = _Connection(self._engine.connect(inbox.endpoint), key)
             self._connections[key] = self._by_peer[connection.peer] = connection
         return connection
 
@@ -421,7 +421,7 @@ class Sender(Actor):
         if self._connections.get(connection.key) is connection:
             del self._connections[connection.key]
         if self._by_peer.pop(connection.peer, None) is not None:
-            self._fabric.engine.disconnect(connection.peer)
+            self._spawn(self._disconnect(connection.peer))
 
     def _peer_failed(self, peer: int, reason: str, detail: str) -> None:
         connection = self._by_peer.get(peer)
@@ -433,6 +433,13 @@ class Sender(Actor):
             self._peers.tell(Watch(self._transfers[number].inbox.receiver, at_once=True))
             break
         self._drop(connection)
+
+    async def _disconnect(self, peer: int) -> None:
+        try:
+            await self._engine.disconnect(peer)
+        except FabricError as error:
+            # It takes effect once the provider returns; until then the agent's health says what is wrong.
+            logger.error("connection %d could not be closed: %s", peer, error)
 
     async def _confirm(self, number: int, receiver: Peer) -> None:
         error: Exception | None = None
@@ -466,16 +473,16 @@ def _plan(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Stream]:
     for pair in pairs:
         remote = inbox.regions[pair.destination_rank]
         streams.append(
-            (
-                ours.ranks[pair.source_rank].region,
-                pair.source.layer_bytes,
-                pair.source.page_bytes,
-                remote.key,
-                remote.base,
-                remote.length,
-                pair.destination.layer_bytes,
-                pair.destination.page_bytes,
-                pair.extents,
+            Stream(
+                source_region=ours.ranks[pair.source_rank].region,
+                source_layer_stride=pair.source.layer_bytes,
+                source_page_stride=pair.source.page_bytes,
+                remote_key=remote.key,
+                remote_base=remote.base,
+                remote_length=remote.length,
+                remote_layer_stride=pair.destination.layer_bytes,
+                remote_page_stride=pair.destination.page_bytes,
+                extents=pair.extents,
             )
         )
     return streams

@@ -7,18 +7,18 @@ import logging
 import secrets
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import grpc
 from baton.v1 import agent_pb2_grpc, common_pb2
 
 from baton_actors import Actor
+from baton_fabric.engine import FabricEngine
 from baton_memory.sockets import check_socket_path, clear_stale_socket
 from baton_rpc import RpcServer, TlsFiles, UnixAddress, parse_address
 from baton_telemetry.metrics import AgentMetrics
 
 from .errors import EngineDown, InvalidArgument
-from .fabric import Fabric, FabricEvents
+from .fabric import deliver
 from .options import AgentOptions
 from .peers import PeerLost, Peers
 from .receiver import QUARANTINE, Receiver, Tick
@@ -26,9 +26,6 @@ from .sender import Sender
 from .servicers import TransferAgentServicer, TransferPeerServicer
 from .sessions import EndAll, Sessions
 from .wire import AGENT_VERSION
-
-if TYPE_CHECKING:
-    from baton_fabric._native import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class TransferAgentService:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: FabricEngine,
         transport: str,
         node: str,
         addresses: Addresses,
@@ -74,7 +71,7 @@ class TransferAgentService:
         self.descriptor = common_pb2.AgentDescriptor(
             version=AGENT_VERSION, incarnation=self.incarnation, transport=transport, node=node
         )
-        self._fabric = Fabric(engine, self._to_receiver, self._to_sender, self._engine_failed)
+        self._engine = engine
         credentials: grpc.ChannelCredentials | None = tls.channel_credentials() if tls is not None else None
         self.peers = Peers(
             self.incarnation,
@@ -84,11 +81,11 @@ class TransferAgentService:
             self._peer_lost,
             self.metrics.heartbeat_misses.inc,
         )
-        self.receiver = Receiver(self.descriptor, self._fabric, self.peers, self.options, self.metrics)
-        self.sender = Sender(self._fabric, self.peers, self.options, self.metrics)
+        self.receiver = Receiver(self.descriptor, self._engine, self.peers, self.options, self.metrics)
+        self.sender = Sender(self._engine, self.peers, self.options, self.metrics)
         self.sessions = Sessions(
             self.incarnation,
-            self._fabric,
+            self._engine,
             self.sender,
             self.receiver,
             self.options,
@@ -117,13 +114,13 @@ class TransferAgentService:
         clear_stale_socket(self._socket_path)
         for actor in self._actors:
             await actor.start()
-        self._fabric.start()
         await self._control.start()
         self.descriptor.control_address = self._advertised(self._control.addresses[0])
         await self.sessions.server.start()
         await self._local.start()
         self._background = [
             asyncio.create_task(self._tick()),
+            asyncio.create_task(deliver(self._engine, self.receiver.tell, self.sender.tell, self._engine_failed)),
             *(asyncio.create_task(self._mind(a)) for a in self._actors),
         ]
         logger.info(
@@ -153,11 +150,10 @@ class TransferAgentService:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        self._fabric.stop()
         await self.sessions.server.close_all()
         for actor in self._actors:
             await actor.stop()
-        await asyncio.to_thread(self._fabric.engine.close)
+        await self._engine.close()
 
     async def failure(self) -> None:
         """Waits until the agent can't go on, and raises why."""
@@ -167,7 +163,7 @@ class TransferAgentService:
         """What is wrong with the agent, for its health page; None if nothing is."""
         if self.failed.done():
             return {"problem": str(self.failed.result())}
-        stalled_us = self._fabric.engine.metrics().get("busy_us", 0)
+        stalled_us = self._engine.metrics().get("busy_us", 0)
         if stalled_us > STALLED * 1e6:
             return {"problem": "the fabric's provider does not return", "busy_s": stalled_us / 1e6}
         return None
@@ -184,12 +180,6 @@ class TransferAgentService:
     def _peer_lost(self, lost: PeerLost) -> None:
         self.receiver.tell(lost)
         self.sender.tell(lost)
-
-    def _to_receiver(self, events: FabricEvents) -> None:
-        self.receiver.tell(events)
-
-    def _to_sender(self, events: FabricEvents) -> None:
-        self.sender.tell(events)
 
     def _engine_failed(self, detail: str) -> None:
         self._fail(EngineDown(f"the native engine failed: {detail}"))
@@ -227,7 +217,7 @@ class TransferAgentService:
         metrics.oldest_quarantine_seconds.set_function(receiver.oldest_quarantine)
         for stage in QUARANTINE:
             metrics.quarantined_inboxes.labels(stage.value).set_function(partial(receiver.quarantined, stage))
-        metrics.read_fabric(self._fabric.engine.metrics)
+        metrics.read_fabric(self._engine.metrics)
 
 
 def _socket_path(address: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton_actors import Actor, handles
+from baton_fabric.engine import FabricEngine
 from baton_fabric.errors import FabricError
 from baton_memory.handoff_server import HandoffServer, ReceivedHandoff
 from baton_memory.offer import Handoff
@@ -16,7 +17,6 @@ from baton_telemetry.metrics import AgentMetrics
 
 from .errors import SessionConflict, ShuttingDown, TooManySessions, UnknownSession
 from .event_log import EventLog
-from .fabric import Fabric
 from .options import AgentOptions
 from .receiver import AddSession, EndSession, Receiver
 from .sender import Sender
@@ -96,7 +96,7 @@ class Sessions(Actor):
     def __init__(
         self,
         incarnation: int,
-        fabric: Fabric,
+        engine: FabricEngine,
         sender: Sender,
         receiver: Receiver,
         options: AgentOptions,
@@ -105,7 +105,7 @@ class Sessions(Actor):
     ) -> None:
         super().__init__("sessions")
         self._incarnation = incarnation
-        self._fabric = fabric
+        self._engine = engine
         self._sender = sender
         self._receiver = receiver
         self._options = options
@@ -256,22 +256,21 @@ class Sessions(Actor):
         self.tell(_Ended(session.session))
 
     async def _register(self, received: ReceivedHandoff) -> Rank:
-        engine = self._fabric.engine
         length = received.offer.kv_length
-        region, key, base = await self._fabric.register(received.region_fds[0], length)
+        region, key, base = await self._engine.register_region(received.region_fds[0], length)
         try:
-            counter = engine.attach_counter(received.counter_memory_fd, received.doorbell_fd)
+            counter = self._engine.attach_counter(received.counter_memory_fd, received.doorbell_fd)
         except BaseException:
-            await self._fabric.deregister(region)
+            await self._engine.deregister_region(region)
             raise
         return Rank(received.connection, region, key, base, length, counter)
 
     async def _unregister(self, ranks: list[Rank]) -> None:
         for rank in ranks:
-            self._fabric.engine.detach_counter(rank.counter)
+            self._engine.detach_counter(rank.counter)
             while True:
                 try:
-                    await self._fabric.deregister(rank.region)
+                    await self._engine.deregister_region(rank.region)
                     break
                 except FabricError as error:
                     # Mapped memory is safe memory: better kept than unmapped under a write.
