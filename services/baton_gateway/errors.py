@@ -83,6 +83,16 @@ class NoWorkerForModel(NoWorker):
     reason = "NO_WORKER_FOR_MODEL"
 
 
+class ShuttingDown(GatewayError):
+    """The gateway is ending, and the request did not end in the time that it was left."""
+
+    status = "UNAVAILABLE"
+    reason = "SHUTTING_DOWN"
+
+    def __init__(self) -> None:
+        super().__init__("the gateway is shutting down; send the request again")
+
+
 class BrokenStream(GatewayError):
     """A decode worker ended its stream without a finish reason."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from baton_actors.deadline import Deadline, DeadlineExceeded
-from baton_gateway.errors import GatewayError
+from baton_gateway.errors import GatewayError, ShuttingDown
 from baton_gateway.health import Health
 from baton_gateway.http_errors import from_status, from_validation, to_http
 from baton_gateway.http_middleware import REQUEST_ID_HEADER, RequestEnvelope
@@ -125,6 +126,9 @@ class OpenAiApi:
             return JSONResponse(await until_client_leaves(request.receive, self._whole(job)))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except asyncio.CancelledError:
+            # Only the server's own end cancels a request; the client is still there, and is told.
+            return to_http(ShuttingDown()).response()
 
     async def _whole(self, job: Job) -> Json:
         with self._service.admission.admit(job.prompts):

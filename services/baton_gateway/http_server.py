@@ -16,6 +16,8 @@ from baton_rpc import BindError, TcpAddress, TlsFiles, UnixAddress, parse_addres
 from baton_rpc.tls import require_protection
 
 BACKLOG = 2048
+# How long requests that were cancelled at the end may take to tell their clients so.
+CANCEL_SECONDS = 1.0
 
 
 class _Server(uvicorn.Server):
@@ -93,6 +95,9 @@ class HttpServer:
         self._config.timeout_graceful_shutdown = max(1, round(grace))
         self._server.should_exit = True
         await asyncio.wait([self._task])
+        # uvicorn cancels what is left and does not look back.
+        if cancelled := set(self._server.server_state.tasks):
+            await asyncio.wait(cancelled, timeout=CANCEL_SECONDS)
         if isinstance(self._wanted, UnixAddress):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._wanted.path)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from baton_gateway.errors import ShuttingDown
 from baton_gateway.http_errors import to_http
 
 logger = logging.getLogger(__name__)
@@ -63,32 +64,37 @@ class EventStream(Response):
         # The length is not known beforehand.
         del self.headers["content-length"]
         self._events = events
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await until_client_leaves(receive, self._send(scope, receive, send))
         except (ClientGone, OSError):
             logger.debug("client left a stream")
+        except asyncio.CancelledError:
+            # Only the server's own end cancels a request; the client is still there, and is told.
+            await self._fail(scope, receive, send, ShuttingDown())
+
+    async def _fail(self, scope: Scope, receive: Receive, send: Send, error: Exception) -> None:
+        if self._begun:
+            await send({"type": "http.response.body", "body": to_http(error).event(), "more_body": False})
+        else:
+            await to_http(error).response()(scope, receive, send)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
             try:
-                event = await anext(events)
-            except Exception as error:
-                await to_http(error).response()(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                while True:
+                async for event in events:
+                    if not self._begun:
+                        self._begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await _write(send, _encode(event))
-                    event = await anext(events)
-            except StopAsyncIteration:
-                await _write(send, b"data: [DONE]\n\n")
             except OSError:
                 raise  # the connection broke
             except Exception as error:
-                await _write(send, to_http(error).event())
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._fail(scope, receive, send, error)
+                return
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
 async def _write(send: Send, body: bytes) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 
 from baton.v1 import inference_pb2_grpc, registry_pb2_grpc
 
@@ -20,7 +19,7 @@ from baton_gateway.inference_service import InferenceServicer
 from baton_gateway.registry_service import RegistryServicer
 from baton_gateway.routing import RoutingRules
 from baton_gateway.service import GatewayService
-from baton_rpc import RpcServer, TlsFiles
+from baton_rpc import RpcServer, tls_files
 from baton_telemetry import GatewayMetrics
 from baton_tokenizer import Tokenizer, load_tokenizer
 
@@ -36,7 +35,7 @@ class Gateway:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, stall_s: float = STALL_SECONDS) -> None:
         options, insecure = settings.gateway, settings.tls.allow_insecure
-        tls = _tls_files(settings)
+        tls = tls_files(settings.tls)
         self.metrics = GatewayMetrics()
         self.cluster = Cluster(options.lease_ttl_s, self.metrics, tls.channel_credentials() if tls else None)
         rules = RoutingRules(
@@ -107,8 +106,6 @@ async def run(settings: Settings) -> None:
 
     Raises ModelNotFoundError, TokenizerError, AddressError, InsecureAddressError, TlsError, BindError.
     """
-    if settings.gateway.cpus:
-        os.sched_setaffinity(0, settings.gateway.cpus)
     tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.model.name))
     await serve_until_signalled(_serve(Gateway(settings, tokenizer)))
 
@@ -120,10 +117,3 @@ async def _serve(gateway: Gateway) -> None:
         await gateway.join()
     finally:
         await gateway.stop()
-
-
-def _tls_files(settings: Settings) -> TlsFiles | None:
-    certificate, key, authority = settings.tls.certificate, settings.tls.key, settings.tls.authority
-    if certificate is None or key is None or authority is None:
-        return None
-    return TlsFiles(certificate, key, authority)

@@ -216,11 +216,18 @@ asyncio.run(run(load_settings({"gateway": free, "model": {"served_name": "test-m
         async with openai.AsyncOpenAI(base_url=f"http://{http}/v1", api_key="none", max_retries=0) as client:
             stream = await client.completions.create(model="test-model", prompt="x", stream=True)
             await anext(stream)
+            whole = asyncio.create_task(client.completions.create(model="test-model", prompt="x"))
+            await worker.until(lambda: worker.running == 2)
             process.terminate()
+            with pytest.raises(openai.APIError, match="shutting down"):
+                await anext(stream)
+            with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+                await whole
+            assert caught.value.status_code == 503
             rest = await asyncio.wait_for(process.stderr.read(), 30)
         assert await asyncio.wait_for(process.wait(), 30) == 0, rest.decode()
-        assert "Traceback" not in log
-        await worker.until(lambda: len(worker.cancelled) == 1)
+        assert "Traceback" not in log + rest.decode()
+        await worker.until(lambda: len(worker.cancelled) == 2)
     finally:
         await worker.stop()
         if process.returncode is None:
