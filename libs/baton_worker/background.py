@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -22,6 +23,21 @@ class BackgroundTasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._attended: set[asyncio.Future[None]] = set()
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Work of which others have the task: `drain` waits for its end, and so for what it spawns last.
+
+        A stopped gRPC server has cancelled its handlers, but not waited for them.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._attended.add(ended)
+        try:
+            yield
+        finally:
+            self._attended.discard(ended)
+            ended.set_result(None)
 
     def spawn(self, work: Coroutine[Any, Any, _T], name: str) -> asyncio.Task[_T]:
         task = asyncio.create_task(work, name=name)
@@ -30,9 +46,11 @@ class BackgroundTasks:
         return task
 
     async def drain(self, timeout: float) -> None:
-        """Waits for what runs, at most `timeout` seconds, then cancels the rest."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout)
+        """Waits for what runs and what that spawns, at most `timeout` seconds, then cancels the rest."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while (work := {*self._tasks, *self._attended}) and (left := deadline - loop.time()) > 0:
+            await first_of(*work, timeout=left)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

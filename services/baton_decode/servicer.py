@@ -53,9 +53,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         outcome = "cancelled"
         try:
             # Closed at once, as is the stream below: what they let go of must not wait for the garbage collector.
-            async with aclosing(self._generate(request, context)) as responses:
-                async for response in responses:
-                    yield response
+            with self._worker.background.attended():
+                async with aclosing(self._generate(request, context)) as responses:
+                    async for response in responses:
+                        yield response
             outcome = "ok"
         except Exception as error:
             outcome = getattr(error, "reason", "internal").lower()

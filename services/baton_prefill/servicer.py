@@ -51,7 +51,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Run(self, request: prefill_pb2.RunRequest, context: Context) -> prefill_pb2.RunResponse:
         outcome = "cancelled"
         try:
-            response = await self._run(request, context)
+            with self._worker.background.attended():
+                response = await self._run(request, context)
             outcome = "ok"
         except Exception as error:
             outcome = getattr(error, "reason", "internal").lower()
