@@ -1,0 +1,158 @@
+import asyncio
+
+import pytest
+
+from baton_engine.client import EngineClient
+from baton_engine.errors import EngineDied, EngineStartFailed
+from baton_engine.messages import EngineSpec
+from baton_engine.scheduler import Sequence
+from baton_worker.engine_actor import EngineActor, NoHooks
+from baton_worker.engine_host import EngineHost
+from baton_worker.errors import AgentUnavailable, EngineUnavailable
+from conditions import until
+from fake_agent import FakeAgent
+from fake_engine import Engines
+
+
+class Hooks(NoHooks):
+    raises = False
+
+    def before_step(self, plan):
+        if self.raises:
+            raise RuntimeError("a hook is broken")
+
+
+@pytest.fixture
+async def agent():
+    agent = await FakeAgent().start()
+    yield agent
+    await agent.close()
+
+
+@pytest.fixture
+async def engines(monkeypatch, agent):
+    engines = Engines({"agent": agent})
+    monkeypatch.setattr(EngineClient, "start", engines.start)
+    return engines
+
+
+@pytest.fixture
+async def make(agent, engines):
+    hosts, channel = [], agent.channel()
+
+    def make(with_agent=True):
+        changes = []
+        host = EngineHost(
+            EngineSpec(model_path="fake"),
+            chunk_tokens=8,
+            max_waiting=8,
+            start_timeout_s=5,
+            agent_channel=channel if with_agent else None,
+            hooks=Hooks(),
+            on_change=lambda: changes.append(host.ready),
+        )
+        host.changes = changes
+        hosts.append(host)
+        return host
+
+    yield make
+    for host in hosts:
+        if hasattr(host, "actor"):
+            await host.stop()
+    await channel.close()
+
+
+async def submit(host):
+    pages = await host.reserver.reserve(1, 2, None)
+    return host.actor.submit(Sequence(1, (1, 2, 3), tuple(pages), max_tokens=2), 1)
+
+
+async def first(stream):
+    return await anext(aiter(stream))
+
+
+async def test_is_ready_once_the_agent_has_its_memory(make, engines):
+    host = make()
+    assert not host.alive and not host.ready
+    await host.start()
+    await until(lambda: host.ready)
+    assert host.alive and host.session.session == engines.last.attached[0]
+    assert host.changes[-1] is True
+    assert host.layout.pages == host.reserver.pool.total == 16
+
+
+async def test_without_an_agent_it_is_ready_at_once(make):
+    host = make(with_agent=False)
+    await host.start()
+    assert host.ready and host.session is None
+    with pytest.raises(AgentUnavailable):
+        host.link  # noqa: B018
+
+
+async def test_the_death_of_the_model_process_ends_it_as_a_whole(make, engines):
+    host = make()
+    await host.start()
+    stream = await submit(host)
+    await engines.last.begun(0)
+    waiting = asyncio.create_task(host.reserver.reserve(2, 16, 60))
+    await until(lambda: host.reserver.waiting)
+    joining = asyncio.create_task(host.join())
+    engines.last.die()
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        await joining
+    for future in (first(stream), waiting):
+        with pytest.raises(EngineUnavailable, match="SIGKILL"):
+            await asyncio.wait_for(future, 5)
+    assert not host.alive and not host.ready and host.changes[-1] is False
+    assert engines.last.stopped
+
+
+async def test_a_broken_hook_ends_it_as_a_whole(make, engines):
+    host = make()
+    await host.start()
+    host._hooks.raises = True
+    stream = await submit(host)
+    with pytest.raises(RuntimeError, match="hook"):
+        await asyncio.wait_for(host.join(), 5)
+    with pytest.raises(EngineUnavailable, match="hook"):
+        await first(stream)
+    assert engines.last.stopped and not host.alive
+
+
+async def test_who_stops_watching_leaves_it_running(make, engines):
+    host = make()
+    await host.start()
+    joining = asyncio.create_task(host.join())
+    await asyncio.sleep(0)
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+    assert host.alive and host.actor.running and not engines.last.stopped
+
+
+async def test_stopping_is_told_to_whoever_is_served_and_may_be_repeated(make, engines):
+    host = make()
+    await host.start()
+    stream = await submit(host)
+    await host.stop()
+    await host.stop()
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        await first(stream)
+    assert engines.last.stopped
+
+
+async def test_a_start_that_fails_half_way_leaves_no_model_process(make, engines, monkeypatch):
+    async def fail(self):
+        raise RuntimeError("no scheduler today")
+
+    monkeypatch.setattr(EngineActor, "start", fail)
+    with pytest.raises(RuntimeError, match="no scheduler"):
+        await make().start()
+    assert engines.last.stopped
+
+
+async def test_a_model_that_does_not_load(make, engines):
+    engines.failures.append(EngineStartFailed("no such file", cause="TEST"))
+    host = make()
+    with pytest.raises(EngineStartFailed):
+        await host.start()
+    assert not host.alive and not host.ready
