@@ -44,12 +44,9 @@ def timeline_rows(timeline: common_pb2.Timeline, usage: common_pb2.Usage) -> lis
 def _transfer_rows(transfer: common_pb2.TransferStats) -> list[Row]:
     if not transfer.bytes:
         return []
-    moved = (
-        f"{format_bytes(transfer.bytes)}, {_count(transfer.pages, 'page')}, {_count(transfer.writes, 'write')}, "
-        f"{_count(transfer.extents, 'extent')}"
-    )
     return [
-        Row("transfer", transfer.duration_us, moved),
+        Row("transfer", transfer.duration_us, f"{format_bytes(transfer.bytes)}, {_count(transfer.pages, 'page')}"),
+        Row("  in", None, f"{_count(transfer.writes, 'write')} of {_count(transfer.extents, 'extent')}"),
         Row("  overlapped with compute", transfer.overlapped_us),
         Row("  exposed after compute", transfer.exposed_us),
         Row("  layer done to first write", transfer.first_post_us),

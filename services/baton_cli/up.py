@@ -4,10 +4,12 @@ import logging
 import os
 import shutil
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from baton_actors import serve_until_signalled
 from baton_cli.cluster import Cluster
@@ -19,6 +21,8 @@ from baton_cli.timeline import timeline_table
 from baton_config import Settings, resolve_model
 
 logger = logging.getLogger(__name__)
+
+_SHOWN_PROMPT = 300
 
 
 async def up(settings: Settings, console: Console, once: str | None = None, sampling: Sampling | None = None) -> int:
@@ -65,7 +69,8 @@ async def _session(
 
 async def answer_once(settings: Settings, console: Console, prompt: str, sampling: Sampling) -> None:
     """Streams the answer to one user message and prints where its time went."""
-    console.print(f"\n[bold]{'Prompt'}[/]  {prompt}", highlight=False)
+    console.print()
+    console.print(Text.assemble(("Prompt  ", "bold"), textwrap.shorten(prompt, _SHOWN_PROMPT, placeholder=" …")))
     console.print("[bold]Answer[/]  ", end="")
     answer = Answer()
     async with InferenceClient(settings) as client:

@@ -109,7 +109,8 @@ def test_the_timeline_as_rows():
     assert rows["tokenise"].duration_us == 1500
     assert rows["prefill queue"].note == "at prefill-0, after 1 failed"
     assert rows["prefill compute, chunk 1"].note == "512 tokens, 512 tokens/s"
-    assert rows["transfer"].note == "47.2 MB, 64 pages, 1 write, 1,920 extents"
+    assert rows["transfer"].note == "47.2 MB, 64 pages"
+    assert rows["  in"].note == "1 write of 1,920 extents"
     assert rows["inter-token latency"].note == "25.0 tokens/s, 9 tokens"
 
 
