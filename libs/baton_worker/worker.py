@@ -114,11 +114,11 @@ class Worker:
         """Serves until SIGINT or SIGTERM; raises what the worker cannot serve without."""
         for service in self._services:
             await self._server.set_serving(service, False)
-        await self._server.start()
-        self._address = advertised_address(self._server.addresses[0], self.section.advertise_host)
         supervisor = Supervisor(self.worker_id)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._close)
+            await self._server.start()
+            self._address = advertised_address(self._server.addresses[0], self.section.advertise_host)
             metrics = MetricsServer(self._metrics.registry, self._unhealthy)
             await metrics.start(self.section.metrics)
             stack.push_async_callback(metrics.stop)
