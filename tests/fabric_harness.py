@@ -7,7 +7,6 @@ with a deadline.
 from __future__ import annotations
 
 import json
-import os
 import select
 import signal
 import socket
@@ -138,10 +137,11 @@ class RemoteSide(Side):
         return [SimpleNamespace(**event) for event in self.call("wait", kinds, count, seconds)]
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
+        self.process.send_signal(number)
 
     def close(self) -> None:
         self._lines.close()
+        self.signal(signal.SIGCONT)
         try:
             self.process.wait(DEADLINE_S)
         finally:
@@ -195,16 +195,25 @@ def make_side(
 
 
 class Pair:
-    """A sender here and a receiver, connected. shm works only between two processes."""
+    """A sender and a receiver, connected; `remote` says which is a child process.
 
-    def __init__(self, provider: str, *, remote: bool | None = None, **arguments: int) -> None:
+    By default none, but with shm the receiver: it works only between two processes.
+    """
+
+    def __init__(self, provider: str, *, remote: str | None = None, **arguments: int) -> None:
         self.provider = provider
-        self.sender = make_side(provider, **arguments)
-        self.receiver = make_side(provider, remote=provider == "shm" if remote is None else remote, **arguments)
-        self.endpoint, address = self.receiver.engine.open_endpoint()
-        self.peer = self.sender.engine.connect(address)
+        if remote is None and provider == "shm":
+            remote = "receiver"
+        self.sender = make_side(provider, remote=remote == "sender", **arguments)
+        self.receiver = make_side(provider, remote=remote == "receiver", **arguments)
+        self.connect()
         self._transfers = 0
         self._slots = 0
+
+    def connect(self) -> None:
+        """With endpoints that were not used before."""
+        self.endpoint, address = self.receiver.engine.open_endpoint()
+        self.peer = self.sender.engine.connect(address)
 
     def stream(self, *extents: tuple[int, int, int]) -> tuple[Any, ...]:
         """Whole pages unless told otherwise."""
@@ -268,7 +277,7 @@ class Pair:
 
 
 @contextmanager
-def pair(provider: str, *, remote: bool | None = None, **arguments: int) -> Iterator[Any]:
+def pair(provider: str, *, remote: str | None = None, **arguments: int) -> Iterator[Any]:
     both = Pair(provider, remote=remote, **arguments)
     try:
         yield both

@@ -28,6 +28,12 @@ Progress::Progress(const Options &options, CommandQueue &commands, EventQueue &e
       inboxes_(regions_, events, metrics),
       sender_(domain_, events, metrics, options.post_timeout_ns),
       poll_interval_ns_(kShortestPollNs) {
+    try {
+        Endpoint probe(domain_);  // shows now, and not at the first transfer, whether the node is ours
+    } catch (const Error &error) {
+        throw Error("no endpoint can be opened on node \"" + options.node + "\": " + error.what(), "UNAVAILABLE",
+                    "PROVIDER_UNAVAILABLE", {{"provider", domain_.capabilities().provider}, {"node", options.node}});
+    }
     waiter_.add(commands.fd(), Waiter::Source::kCommands, 0, true);
     if (domain_.wait_fd() >= 0) {
         waiter_.add(domain_.wait_fd(), Waiter::Source::kQueue, 0, false);
