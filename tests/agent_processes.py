@@ -13,13 +13,13 @@ from pathlib import Path
 from cluster import free_port
 
 AGENT = """
-import asyncio, faulthandler
+import faulthandler, uvloop
 from baton_agent.main import run
 from baton_config import load_settings
 from baton_telemetry.logs import configure
 faulthandler.enable()
 configure("agent")
-asyncio.run(run(load_settings()))
+uvloop.run(run(load_settings()))
 """
 FAST = {
     "heartbeat_s": "0.1",

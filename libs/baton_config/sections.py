@@ -186,7 +186,9 @@ class AgentSettings(Section):
         "is closed",
     )
     drain_timeout_s: PositiveFloat = Field(
-        default=2.0, description="How long a cancelled transfer's writes may take, before its connection is closed"
+        default=1.5,
+        description="How long a cancelled transfer's writes may take, before its connection is closed; less than "
+        "stop_timeout_s",
     )
     idle_timeout_s: PositiveFloat = Field(
         default=60.0, description="How long a connection between agents is kept that no transfer uses"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import socket
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .counter import COUNTER_BYTES, check_doorbell
-from .errors import OfferInvalid, SharedMemoryError
+from .errors import OfferInvalid, SocketInUse
 from .frames import MAX_DESCRIPTORS, FrameReader, encode_frame
 from .offer import Handoff, parse_offer
 from .shared import check_memory
@@ -75,8 +76,10 @@ class HandoffServer:
             listener.bind(self.path)
             os.chmod(self.path, 0o600)
             listener.listen(128)
-        except BaseException:
+        except BaseException as error:
             listener.close()
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                raise SocketInUse(f"somebody else has just bound {self.path!r}", path=self.path) from error
             raise
         self._listener = listener
         self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
@@ -231,6 +234,3 @@ async def _receive_some(peer: socket.socket) -> tuple[bytes, list[tuple[int, int
             await _readable(peer)
         else:
             return data, ancillary, flags
-
-
-__all__ = ["HandoffServer", "ReceivedHandoff", "SharedMemoryError"]

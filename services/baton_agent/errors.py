@@ -159,6 +159,14 @@ class TransferExists(AgentError):
         )
 
 
+class TooManyTransfers(AgentError):
+    status = "RESOURCE_EXHAUSTED"
+    reason = "TOO_MANY_TRANSFERS"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} transfers are open, as many as this agent takes: try again later", limit=limit)
+
+
 class UnknownTransfer(AgentError):
     status = "NOT_FOUND"
     reason = "UNKNOWN_TRANSFER"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from baton_actors import keeping_stop_signals, serve_until_signalled
 from baton_config import Settings
@@ -22,8 +21,6 @@ __all__ = ["TransferAgentService", "run"]
 async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM. Raises what made it impossible to start or to go on."""
     agent, tls = settings.agent, settings.tls
-    if agent.cpus:
-        os.sched_setaffinity(0, agent.cpus)
     files = None
     if tls.certificate is not None and tls.key is not None and tls.authority is not None:
         files = TlsFiles(tls.certificate, tls.key, tls.authority)

@@ -13,8 +13,9 @@ class AgentOptions:
 
     # How long the sending agent may take to confirm that a transfer has stopped, before the receiver fences.
     stop_timeout: float = 2.0
-    # How long a cancelled transfer's writes may take to drain, before its connection is torn down.
-    drain_timeout: float = 2.0
+    # How long a cancelled transfer's writes may take to drain, before its connection is torn down: less than
+    # stop_timeout, so that a receiver that asked for it gets an answer.
+    drain_timeout: float = 1.5
     heartbeat_interval: float = 0.5
     heartbeat_timeout: float = 1.0
     heartbeat_misses: int = 5
@@ -28,4 +29,5 @@ class AgentOptions:
     shutdown_timeout: float = 8.0
     slots: int = SLOTS
     max_sessions: int = 64
+    max_transfers: int = 1 << 16
     max_pages: int = 1 << 20

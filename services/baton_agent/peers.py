@@ -6,34 +6,29 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 from baton.v1 import agent_pb2, agent_pb2_grpc
 
-from baton_actors import Actor, handles
+from baton_actors import handles
 from baton_rpc import RemoteError, open_channel
 
 from .errors import PeerUnreachable, StaleDescriptor
 from .liveness import Answer, Liveness, Verdict
+from .messages import PeerLost
 from .options import AgentOptions
 from .wire import Peer
+from .working import WorkingActor
 
 logger = logging.getLogger(__name__)
 
 # Incarnations known to be gone; the oldest is forgotten first, and then found out again by its address's new owner.
 MAX_DEAD = 1024
 ABORT_RETRY = 0.5
-
-
-@dataclass(frozen=True)
-class PeerLost:
-    """Told to whoever has transfers with the peer."""
-
-    peer: Peer
-    reason: str
+# Twice as long as a channel refuses, after an attempt that failed, without making another.
+CONFIRM_TIMEOUT = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class _Watched:
     alive_at: float = float("-inf")
 
 
-class Peers(Actor):
+class Peers(WorkingActor):
     """Owns the channels and the heartbeats."""
 
     def __init__(
@@ -75,7 +70,6 @@ class Peers(Actor):
         self._channels: dict[str, tuple[grpc.aio.Channel, float]] = {}
         self._watched: dict[int, _Watched] = {}
         self._dead: OrderedDict[int, None] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def connections(self) -> int:
@@ -92,7 +86,7 @@ class Peers(Actor):
             options = self._options
             liveness = Liveness(options.heartbeat_interval, options.heartbeat_misses, options.heartbeat_retry)
             watched = self._watched[message.peer.incarnation] = _Watched(message.peer, liveness)
-            self._spawn(self._beat(watched), "heartbeats")
+            self.spawn(self._beat(watched), "heartbeats")
         elif message.at_once:
             watched.hurry.set()
         # An address is never an identity, but two identities at one address mean that one of them is gone.
@@ -101,9 +95,7 @@ class Peers(Actor):
                 other.hurry.set()
 
     async def on_stop(self, error: BaseException | None) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().on_stop(error)
         await asyncio.gather(*(channel.close() for channel, _ in self._channels.values()), return_exceptions=True)
         self._channels.clear()
 
@@ -117,8 +109,7 @@ class Peers(Actor):
         fresh = time.monotonic() - 2 * self._options.heartbeat_interval
         if watched is not None and watched.liveness.misses == 0 and watched.alive_at > fresh:
             return
-        # Waits for a connection: after a failed one gRPC refuses for up to half a second without trying.
-        answer = await self._heartbeat(peer, wait_for_ready=True)
+        answer = await self._heartbeat(peer, max(CONFIRM_TIMEOUT, self._options.heartbeat_timeout), wait_for_ready=True)
         if answer is Answer.RESTARTED:
             raise StaleDescriptor(peer.incarnation, peer.address)
         if answer is not Answer.ALIVE:
@@ -155,11 +146,11 @@ class Peers(Actor):
             reason=reason,
             quiesced=quiesced,
         )
-        self._spawn(self._abort(peer, request), "abort")
+        self.spawn(self._abort(peer, request), "abort")
 
     async def told(self, timeout: float) -> None:
         """Until no TransferAborted is under way any more, or `timeout` seconds have passed."""
-        aborts = [task for task in self._tasks if task.get_name() == "abort"]
+        aborts = [task for task in self._work if task.get_name() == "abort"]
         if aborts:
             await asyncio.wait(aborts, timeout=timeout)
 
@@ -195,7 +186,7 @@ class Peers(Actor):
         try:
             while True:
                 watched.hurry.clear()
-                answer = await self._heartbeat(peer)
+                answer = await self._heartbeat(peer, self._options.heartbeat_timeout)
                 beat = watched.liveness.judge(answer)
                 if answer is Answer.ALIVE:
                     watched.alive_at = time.monotonic()
@@ -216,12 +207,10 @@ class Peers(Actor):
         logger.warning("agent %#018x at %s: %s", peer.incarnation, peer.address, reason)
         self._on_lost(PeerLost(peer, reason))
 
-    async def _heartbeat(self, peer: Peer, wait_for_ready: bool = False) -> Answer:
+    async def _heartbeat(self, peer: Peer, timeout: float, wait_for_ready: bool = False) -> Answer:
         request = agent_pb2.HeartbeatRequest(caller_incarnation=self._incarnation, callee_incarnation=peer.incarnation)
         try:
-            await self._stub(peer).Heartbeat(
-                request, timeout=self._options.heartbeat_timeout, wait_for_ready=wait_for_ready
-            )
+            await self._stub(peer).Heartbeat(request, timeout=timeout, wait_for_ready=wait_for_ready)
         except grpc.aio.AioRpcError as error:
             failure = RemoteError.from_rpc(error)
             if self._bury_if_wrong(peer, failure):
@@ -245,8 +234,3 @@ class Peers(Actor):
         channel = entry[0] if entry is not None else open_channel(peer.address, self._credentials)
         self._channels[peer.address] = channel, time.monotonic()
         return agent_pb2_grpc.TransferPeerStub(channel)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

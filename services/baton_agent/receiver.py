@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.v1 import agent_pb2, common_pb2
 
-from baton_actors import Actor, handles
+from baton_actors import handles
 from baton_fabric.engine import FabricEngine
 from baton_fabric.errors import FabricError
 from baton_kv.immediate import wire_generation
@@ -22,27 +22,17 @@ from baton_telemetry.metrics import AgentMetrics
 
 from .errors import FenceFailed, StaleDescriptor, UnknownInbox, UnknownSession
 from .fabric import FabricEvent
+from .messages import AddSession, EndSession, PeerLost, Tick
 from .options import AgentOptions
-from .peers import PeerLost, Peers, Watch
+from .peers import Peers, Watch
 from .session import SessionView
 from .wire import INBOX_VERSION, Peer, layout_message, sharding_message
+from .working import WorkingActor
 
 logger = logging.getLogger(__name__)
 
 # Where an inbox is to end, but may still be written.
 QUARANTINE = (Stage.STOP_REQUESTED, Stage.FENCING, Stage.UNPROVEN)
-
-
-@dataclass(frozen=True)
-class AddSession:
-    view: SessionView
-
-
-@dataclass(frozen=True)
-class EndSession:
-    """Answered with a future that resolves when no write can touch the session's memory any more."""
-
-    session: int
 
 
 @dataclass(frozen=True)
@@ -72,11 +62,6 @@ class Aborted:
     generation: int
     reason: str
     quiesced: bool
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time for what nobody asks for: fences that failed, endpoints that nobody uses."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +104,8 @@ class _Inbox:
     since: float = 0.0
 
 
-class Receiver(Actor):
-    """Owns every inbox. No handler waits: what takes time runs beside it and comes back as a message."""
-
-    # A burst of events is as long as there are inboxes.
-    mailbox_capacity = 1 << 18
+class Receiver(WorkingActor):
+    """Owns every inbox."""
 
     def __init__(
         self,
@@ -147,7 +129,6 @@ class Receiver(Actor):
         self._by_slot: dict[int, _Inbox] = {}
         self._endpoints: dict[int, _Endpoint] = {}
         self._healthy: dict[int, _Endpoint] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # --- what others may read -------------------------------------------------------------------------------------
 
@@ -303,11 +284,6 @@ class Receiver(Actor):
             if not endpoint.inboxes and not endpoint.fencing and endpoint.used < before:
                 self._fence(endpoint, "idle")
 
-    async def on_stop(self, error: BaseException | None) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     # --- carrying out ---------------------------------------------------------------------------------------------
 
     def _do(self, inbox: _Inbox, actions: Sequence[Action], why: str = "") -> None:
@@ -316,7 +292,7 @@ class Receiver(Actor):
             match action:
                 case AskStop():
                     inbox.since = time.monotonic()
-                    self._spawn(self._ask_sender(inbox.key, inbox.endpoint.sender))
+                    self.spawn(self._ask_sender(inbox.key, inbox.endpoint.sender))
                 case Fence():
                     inbox.since = inbox.since or time.monotonic()
                     self._fence(inbox.endpoint, why)
@@ -408,7 +384,7 @@ class Receiver(Actor):
         for key in list(endpoint.inboxes):
             inbox = self._inboxes[key]
             self._do(inbox, inbox.life.peer_lost("ENDPOINT_FENCED"))
-        self._spawn(self._close_endpoint(endpoint.number))
+        self.spawn(self._close_endpoint(endpoint.number))
 
     async def _close_endpoint(self, number: int) -> None:
         try:
@@ -425,11 +401,3 @@ class Receiver(Actor):
 
     async def _ask_sender(self, key: SlotKey, sender: Peer) -> None:
         self.tell(_StopAnswered(key, await self._peers.stop_transfer(sender, *key)))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-__all__ = ["Aborted", "AddSession", "CloseInbox", "EndSession", "OpenInbox", "Receiver", "Tick"]

@@ -5,29 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.v1 import agent_pb2, common_pb2
 
-from baton_actors import Actor, handles
+from baton_actors import handles
 from baton_fabric.engine import Chunk, FabricEngine, Stream
 from baton_fabric.errors import FabricError
 from baton_kv.immediate import wire_generation
 from baton_kv.plan import LayoutMismatch, plan_pairs
 from baton_kv.transfer.outcome import Ended, Outcome
 from baton_kv.transfer.sending import Action, CancelWrites, Disconnect, TellReceiver, TransferLife
-from baton_kv.transfer.tombstones import Tombstones
+from baton_kv.transfer.tombstones import MAX_RECEIVERS, Tombstones
 from baton_telemetry.metrics import AgentMetrics
 
-from .errors import AgentError, TransferExists, TransferStopped, UnknownSession, UnknownTransfer
+from .connections import Connection, Connections
+from .errors import AgentError, TooManyTransfers, TransferExists, TransferStopped, UnknownSession, UnknownTransfer
 from .fabric import FabricEvent
+from .messages import AddSession, EndSession, PeerLost, Tick
 from .options import AgentOptions
-from .peers import PeerLost, Peers, Watch
-from .receiver import AddSession, EndSession, Tick
+from .peers import Peers, Watch
 from .session import SessionView
 from .wire import Peer, RemoteInbox, check_pages
+from .working import WorkingActor
 
 logger = logging.getLogger(__name__)
 
@@ -88,16 +90,6 @@ class _DrainExpired:
 
 
 @dataclass
-class _Connection:
-    """A sending endpoint of its own for one endpoint of one receiving agent."""
-
-    peer: int
-    key: tuple[int, bytes]
-    transfers: set[int] = field(default_factory=set)
-    used: float = field(default_factory=time.monotonic)
-
-
-@dataclass
 class _Transfer:
     number: int
     request: OpenTransfer
@@ -105,7 +97,7 @@ class _Transfer:
     streams: list[Stream]
     opened: asyncio.Future[int]
     life: TransferLife = field(default_factory=TransferLife)
-    connection: _Connection | None = None
+    connection: Connection | None = None
     # The worker asked for the end: the answer to its call is what it hears of it.
     quiet: bool = False
     waiting: list[asyncio.Future[bool]] = field(default_factory=list)
@@ -115,11 +107,8 @@ class _Transfer:
         return self.request.inbox
 
 
-class Sender(Actor):
-    """Owns every transfer. No handler waits: what takes time runs beside it and comes back as a message."""
-
-    # A burst of events is as long as there are transfers.
-    mailbox_capacity = 1 << 18
+class Sender(WorkingActor):
+    """Owns every transfer."""
 
     def __init__(self, engine: FabricEngine, peers: Peers, options: AgentOptions, metrics: AgentMetrics) -> None:
         super().__init__("sender")
@@ -133,9 +122,7 @@ class Sender(Actor):
         self._transfers: dict[int, _Transfer] = {}
         self._by_inbox: dict[tuple[int, int, int], _Transfer] = {}
         self._tombstones = Tombstones()
-        self._connections: dict[tuple[int, bytes], _Connection] = {}
-        self._by_peer: dict[int, _Connection] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections = Connections(engine)
 
     # --- what others may read -------------------------------------------------------------------------------------
 
@@ -189,12 +176,14 @@ class Sender(Actor):
             raise TransferStopped(inbox.slot, inbox.generation)
         if inbox.key in self._by_inbox:
             raise TransferExists(inbox.slot, inbox.generation)
+        if len(self._transfers) >= self._options.max_transfers:
+            raise TooManyTransfers(self._options.max_transfers)
         number = self._last_number + 1
         streams = _plan(view, inbox, number)
         self._last_number = number
         transfer = _Transfer(number, message, view, streams, asyncio.get_running_loop().create_future())
         self._transfers[number] = self._by_inbox[inbox.key] = transfer
-        self._spawn(self._confirm(number, inbox.receiver))
+        self.spawn(self._confirm(number, inbox.receiver))
         return transfer.opened
 
     @handles
@@ -268,11 +257,10 @@ class Sender(Actor):
         key = message.receiver, message.slot, message.generation
         quiesced: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         # Whether it is open, was open, or is still to come: it may not be opened any more.
-        self._tombstones.bury(*key)
+        self._bury(key)
         transfer = self._by_inbox.get(key)
         if transfer is None:
             quiesced.set_result(self._tombstones.is_quiesced(*key))
-            self._tombstones.forget({transfer.inbox.receiver.incarnation for transfer in self._transfers.values()})
         else:
             transfer.waiting.append(quiesced)
             self._do(transfer, transfer.life.stop())
@@ -283,9 +271,8 @@ class Sender(Actor):
         for transfer in list(self._transfers.values()):
             if transfer.inbox.receiver.incarnation == message.peer.incarnation:
                 self._do(transfer, transfer.life.peer_lost(message.reason))
-        for connection in list(self._connections.values()):
-            if connection.key[0] == message.peer.incarnation:
-                self._drop(connection)
+        for connection in self._connections.of_agent(message.peer.incarnation):
+            self._drop(connection)
 
     # --- the engine -----------------------------------------------------------------------------------------------
 
@@ -316,15 +303,8 @@ class Sender(Actor):
 
     @handles
     async def tick(self, _: Tick) -> None:
-        before = time.monotonic() - self._options.idle_timeout
-        for connection in list(self._connections.values()):
-            if not connection.transfers and connection.used < before:
-                self._drop(connection)
-
-    async def on_stop(self, error: BaseException | None) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for connection in self._connections.idle(time.monotonic() - self._options.idle_timeout):
+            self._drop(connection)
 
     # --- carrying out ---------------------------------------------------------------------------------------------
 
@@ -334,7 +314,7 @@ class Sender(Actor):
             match action:
                 case CancelWrites():
                     self._engine.cancel_transfer(transfer.number)
-                    self._spawn(self._expire(transfer.number))
+                    self.spawn(self._expire(transfer.number))
                 case Disconnect():
                     if transfer.connection is not None:
                         self._drop(transfer.connection)
@@ -347,10 +327,9 @@ class Sender(Actor):
 
     def _end(self, transfer: _Transfer, ended: Ended, stats: Any) -> None:
         del self._transfers[transfer.number], self._by_inbox[transfer.inbox.key]
-        self._tombstones.bury(*transfer.inbox.key, quiesced=ended.quiesced)
+        self._bury(transfer.inbox.key, ended.quiesced)
         if transfer.connection is not None:
-            transfer.connection.transfers.discard(transfer.number)
-            transfer.connection.used = time.monotonic()
+            transfer.connection.release(transfer.number)
         self._metrics.transfers.labels(ended.outcome.value).inc()
         if not transfer.quiet:
             self._tell_worker(transfer, ended, stats)
@@ -358,6 +337,11 @@ class Sender(Actor):
             if not waiting.done():
                 waiting.set_result(ended.quiesced)
         self._settle(transfer.view.session)
+
+    def _bury(self, key: tuple[int, int, int], quiesced: bool = True) -> None:
+        self._tombstones.bury(*key, quiesced=quiesced)
+        if len(self._tombstones) > MAX_RECEIVERS:
+            self._tombstones.forget({transfer.inbox.receiver.incarnation for transfer in self._transfers.values()})
 
     def _tell_worker(self, transfer: _Transfer, ended: Ended, stats: Any) -> None:
         events = transfer.view.events
@@ -381,18 +365,17 @@ class Sender(Actor):
 
     def _open(self, transfer: _Transfer) -> None:
         """Raises FabricError."""
+        connection = self._connections.to(transfer.inbox)
         try:
-            self._open_over(transfer, self._connect(transfer.inbox))
+            self._open_over(transfer, connection)
         except FabricError as error:
             if error.reason not in ("PEER_FAILED", "UNKNOWN_PEER"):
                 raise
             # The connection had broken while nobody used it.
-            stale = self._connections.get((transfer.inbox.receiver.incarnation, transfer.inbox.endpoint))
-            if stale is not None:
-                self._drop(stale)
-            self._open_over(transfer, self._connect(transfer.inbox))
+            self._drop(connection)
+            self._open_over(transfer, self._connections.to(transfer.inbox))
 
-    def _open_over(self, transfer: _Transfer, connection: _Connection) -> None:
+    def _open_over(self, transfer: _Transfer, connection: Connection) -> None:
         view, inbox = transfer.view, transfer.inbox
         self._engine.open_transfer(
             transfer.number,
@@ -408,23 +391,13 @@ class Sender(Actor):
         transfer.connection = connection
         connection.transfers.add(transfer.number)
 
-    def _connect(self, inbox: RemoteInbox) -> _Connection:
-        key = inbox.receiver.incarnation, inbox.endpoint
-        connection = self._connections.get(key)
-        if connection is None:
-            connection = _Connection(self._engine.connect(inbox.endpoint), key)
-            self._connections[key] = self._by_peer[connection.peer] = connection
-        return connection
-
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         """Idempotent. The engine ends the transfers that were on it, each with an event of its own."""
-        if self._connections.get(connection.key) is connection:
-            del self._connections[connection.key]
-        if self._by_peer.pop(connection.peer, None) is not None:
-            self._spawn(self._disconnect(connection.peer))
+        if self._connections.drop(connection):
+            self.spawn(self._disconnect(connection.peer))
 
     def _peer_failed(self, peer: int, reason: str, detail: str) -> None:
-        connection = self._by_peer.get(peer)
+        connection = self._connections.of_peer(peer)
         if connection is None:
             return
         logger.warning("connection to agent %#018x failed: %s (%s)", connection.key[0], reason, detail)
@@ -452,11 +425,6 @@ class Sender(Actor):
     async def _expire(self, number: int) -> None:
         await asyncio.sleep(self._options.drain_timeout)
         self.tell(_DrainExpired(number))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _plan(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Stream]:
@@ -491,6 +459,3 @@ def _plan(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Stream]:
 def _stats(stats: Any) -> common_pb2.TransferStats:
     names = ("bytes", "pages", "extents", "writes", "duration_us", "overlapped_us", "exposed_us", "first_post_us")
     return common_pb2.TransferStats(**{name: getattr(stats, name) for name in names})
-
-
-__all__ = ["CancelTransfer", "OpenTransfer", "PlanChunk", "Sender", "StopTransfer", "SubmitStep"]

@@ -14,14 +14,15 @@ from baton.v1 import agent_pb2_grpc, common_pb2
 from baton_actors import Actor
 from baton_fabric.engine import FabricEngine
 from baton_memory.sockets import check_socket_path, clear_stale_socket
-from baton_rpc import RpcServer, TlsFiles, UnixAddress, parse_address
+from baton_rpc import RpcServer, TcpAddress, TlsFiles, UnixAddress, parse_address
 from baton_telemetry.metrics import AgentMetrics
 
 from .errors import EngineDown, InvalidArgument
 from .fabric import deliver
+from .messages import PeerLost, Tick
 from .options import AgentOptions
-from .peers import PeerLost, Peers
-from .receiver import QUARANTINE, Receiver, Tick
+from .peers import Peers
+from .receiver import QUARANTINE, Receiver
 from .sender import Sender
 from .servicers import TransferAgentServicer, TransferPeerServicer
 from .sessions import EndAll, Sessions
@@ -107,6 +108,7 @@ class TransferAgentService:
             "baton.v1.TransferPeer",
         )
         self._background: list[asyncio.Task[None]] = []
+        self._serving = False
         self._observe()
 
     async def start(self) -> None:
@@ -117,6 +119,7 @@ class TransferAgentService:
         await self._control.start()
         self.descriptor.control_address = self._advertised(self._control.addresses[0])
         await self.sessions.server.start()
+        self._serving = True
         await self._local.start()
         self._background = [
             asyncio.create_task(self._tick()),
@@ -145,7 +148,9 @@ class TransferAgentService:
                     await self.peers.told(self.options.shutdown_timeout)
             except TimeoutError:
                 logger.warning("writes did not drain within %g s", self.options.shutdown_timeout)
-        await self._local.stop(1.0)
+        if self._serving:
+            # Not otherwise: it would remove the socket of the agent that was here first.
+            await self._local.stop(1.0)
         await self._control.stop(0.5)
         for task in self._background:
             task.cancel()
@@ -205,7 +210,15 @@ class TransferAgentService:
 
     def _advertised(self, bound: str) -> str:
         host = self._addresses.advertise_host
-        return bound if host is None else f"{host}:{bound.rpartition(':')[2]}"
+        address = parse_address(bound)
+        assert isinstance(address, TcpAddress)
+        if host is not None:
+            return str(TcpAddress(host, address.port))
+        if address.host in ("0.0.0.0", "::"):
+            raise InvalidArgument(
+                f"other agents can't reach this one at {bound}: set agent.advertise_host", field="agent.advertise_host"
+            )
+        return bound
 
     def _observe(self) -> None:
         metrics, receiver = self.metrics, self.receiver

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton_actors import Actor, handles
+from baton_actors import handles
 from baton_fabric.engine import FabricEngine
 from baton_fabric.errors import FabricError
 from baton_memory.handoff_server import HandoffServer, ReceivedHandoff
@@ -17,11 +17,13 @@ from baton_telemetry.metrics import AgentMetrics
 
 from .errors import SessionConflict, ShuttingDown, TooManySessions, UnknownSession
 from .event_log import EventLog
+from .messages import AddSession, EndSession
 from .options import AgentOptions
-from .receiver import AddSession, EndSession, Receiver
+from .receiver import Receiver
 from .sender import Sender
 from .session import Rank, Session, cache_of_offer, ready_event
 from .wire import Cache
+from .working import WorkingActor
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class _Entry:
     coming: dict[int, int] = field(default_factory=dict)
 
 
-class Sessions(Actor):
+class Sessions(WorkingActor):
     """Owns who is attached. The memory of a session goes only after sender and receiver say that it is quiet."""
 
     def __init__(
@@ -115,7 +117,6 @@ class Sessions(Actor):
         self._by_connection: dict[int, int] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._closing: asyncio.Future[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def count(self) -> int:
@@ -231,11 +232,6 @@ class Sessions(Actor):
             raise UnknownSession(message.session)
         return entry.session.events
 
-    async def on_stop(self, error: BaseException | None) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     # --- internals ------------------------------------------------------------------------------------------------
 
     def _begin_end(self, number: int, reason: str) -> None:
@@ -245,9 +241,7 @@ class Sessions(Actor):
         entry.session.ending = True
         self._metrics.sessions_ended.labels(reason.lower()).inc()
         logger.info("session %#x ends: %s", number, reason)
-        task = asyncio.create_task(self._drain(entry.session))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.spawn(self._drain(entry.session))
 
     async def _drain(self, session: Session) -> None:
         gone = EndSession(session.session)
@@ -291,6 +285,3 @@ class Sessions(Actor):
     def _settle(self) -> None:
         if self._closing is not None and not self._entries and not self._closing.done():
             self._closing.set_result(None)
-
-
-__all__ = ["EndAll", "FindEvents", "Sessions"]

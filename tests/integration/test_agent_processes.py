@@ -1,8 +1,10 @@
 """Two agents in processes of their own, over real transports, with real bytes."""
 
 import asyncio
+import contextlib
 import random
 import signal
+import socket
 import tempfile
 import time
 from contextlib import asynccontextmanager
@@ -14,6 +16,7 @@ from baton.v1 import agent_pb2
 
 from agent_kit import LAYERS, PAGES, Model, Worker, extents, until, worker
 from agent_processes import Agent, ModelProcess, agents
+from baton_memory.frames import encode_frame
 from baton_rpc import RemoteError
 
 FULL, QUIESCED, FENCED = (
@@ -83,21 +86,23 @@ async def setting(directory: Path, transport: str):
             target.close()
 
 
-@pytest.mark.parametrize("plan", ["before", "during", "after"])
-async def test_a_plan_may_come_before_during_or_after_its_step(directory, transport, plan):
+async def test_a_plan_may_come_before_during_or_after_its_step(directory, transport):
     async with setting(directory, transport) as pair:
-        ours, theirs = [3, 4, 5, 9, 7], [20, 21, 22, 1, 0]
-        inbox, transfer = await pair.open(ours, theirs)
-        await pair.run_step((transfer, 0, 2, False), plan=plan)
-        await pair.run_step((transfer, 2, 3, True), plan=plan)
-        assert (await pair.full(inbox)).extents == extents(5)
-        done = await pair.sender.event("transfer_done")
-        assert done.stats.extents == extents(5)
-        assert done.stats.bytes == extents(5) * len(pair.source.page(0, 0))
-        assert pair.same(ours, theirs)
-        untouched = set(range(PAGES)) - set(theirs)
-        assert not any(any(pair.target.page(layer, page)) for layer in range(LAYERS) for page in untouched)
-        assert await pair.receiver.close_inbox(inbox) == FULL
+        for turn, plan in enumerate(("before", "during", "after")):
+            pair.source.fill(turn)
+            pair.target.memory.buffer[:] = bytes(pair.target.memory.length)
+            ours, theirs = [3, 4, 5, 9, 7], [20, 21, 22, 1, 0]
+            inbox, transfer = await pair.open(ours, theirs)
+            await pair.run_step((transfer, 0, 2, False), plan=plan)
+            await pair.run_step((transfer, 2, 3, True), plan=plan)
+            assert (await pair.full(inbox)).extents == extents(5)
+            done = await pair.sender.event("transfer_done", lambda event, number=transfer: event.transfer == number)
+            assert done.stats.extents == extents(5)
+            assert done.stats.bytes == extents(5) * len(pair.source.page(0, 0))
+            assert pair.same(ours, theirs)
+            untouched = set(range(PAGES)) - set(theirs)
+            assert not any(any(pair.target.page(layer, page)) for layer in range(LAYERS) for page in untouched)
+            assert await pair.receiver.close_inbox(inbox) == FULL
         for agent in (pair.prefill, pair.decode):
             assert "torch" not in agent.modules()
             assert agent.stop() == 0
@@ -271,6 +276,60 @@ async def test_a_stopped_agent_holds_nobody_up(directory, transport, side):
         assert pair.same([5], [6])
 
 
+async def test_one_agent_serves_both_workers_of_a_node(directory):
+    source, target = Model(), Model()
+    source.fill(5)
+    with agents(directory, "tcp", "a") as (agent,):
+        async with worker(agent.target, source) as sender, worker(agent.target, target) as receiver:
+            inbox = await receiver.open_inbox(sender.agent, extents(2))
+            transfer = await sender.open_transfer(inbox, [4, 9], [1, 0])
+            source.counter.advance(LAYERS)
+            await sender.submit(0, (transfer, 0, 2, True))
+            await receiver.event("inbox_full")
+            await sender.event("transfer_done")
+            assert source.page(2, 4) == target.page(2, 1)
+            assert source.page(0, 9) == target.page(0, 0)
+    source.close()
+    target.close()
+
+
+async def test_malformed_hand_offs_leave_the_agent_as_it_was(directory):
+    def talk(path: str, data: bytes, fds: list[int]) -> bytes:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(10)
+            peer.connect(path)
+            socket.send_fds(peer, [data], fds)
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := peer.recv(4096):
+                    answer += more
+            return answer
+
+    async with setting(directory, "tcp") as pair:
+        model = Model()
+        good = [model.memory.fd, model.counter.memory_fd, model.counter.doorbell_fd]
+        body = model.offer(77).to_json()
+        doubled = {**body, "layout": {**body["layout"], "kv_heads": 1}}
+        before = pair.prefill.descriptors()
+        for data, fds in [
+            (b"nonsense", []),
+            (encode_frame(body, 3)[:8] + b"\xff\xff\xff\x7f", good),
+            (encode_frame(body, 3)[:-1] + b"]", good),
+            (encode_frame(body, 3), good[:1]),
+            (encode_frame(body, 3), [good[2], *good[1:]]),
+            (encode_frame(body, 3), [good[1], *good[1:]]),
+            (encode_frame(doubled, 3), good),
+            (encode_frame({**body, "session": pair.sender.session}, 3), good),
+        ]:
+            assert b'"ok":false' in await asyncio.to_thread(talk, pair.prefill.handoff, data, fds)
+        await until(lambda: pair.prefill.descriptors() == before, "no descriptor is left")
+        assert pair.prefill.mappings() == 1
+        inbox, transfer = await pair.open([5], [6])
+        await pair.run_step((transfer, 0, 1, True))
+        await pair.full(inbox)
+        model.close()
+
+
 async def test_a_second_agent_on_the_same_sockets_does_not_start(directory):
     with agents(directory, "tcp", "a") as (agent,):
         async with worker(agent.target) as client:
@@ -280,6 +339,8 @@ async def test_a_second_agent_on_the_same_sockets_does_not_start(directory):
             assert await asyncio.to_thread(second.process.wait, 15) != 0
             assert "SocketInUse" in second.log.read_text()
             await client.describe()
+            async with worker(agent.target) as newcomer:
+                await newcomer.describe()
         agent.kill()
         agent.start()
         async with worker(agent.target) as client:
