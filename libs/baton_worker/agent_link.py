@@ -14,7 +14,7 @@ from baton.v1 import agent_pb2, agent_pb2_grpc
 from baton_engine.client import EngineClient
 from baton_engine.errors import EngineDied, EngineError
 from baton_worker.agent_session import CALL_TIMEOUT_S, AgentSession
-from baton_worker.errors import AgentUnavailable
+from baton_worker.errors import AgentUnavailable, EngineUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class AgentLink:
         self._on_change = on_change
         self._session: AgentSession | None = None
         self._changed = asyncio.Event()
+        self._stopped = False
         self._gone: dict[int, asyncio.Future[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -54,10 +55,15 @@ class AgentLink:
         return self._session
 
     async def session(self, timeout: float) -> AgentSession:
-        """The present session, or the next one if it comes within `timeout` seconds; raises AgentUnavailable."""
+        """The present session, or the next one if it comes within `timeout` seconds.
+
+        Raises AgentUnavailable, and EngineUnavailable once stopped.
+        """
         try:
             async with asyncio.timeout(timeout):
-                while self._session is None or self._session.lost.done():
+                while self._stopped or self._session is None or self._session.lost.done():
+                    if self._stopped:
+                        raise EngineUnavailable("the model process is gone")
                     self._changed.clear()
                     await self._changed.wait()
                 return self._session
@@ -68,6 +74,8 @@ class AgentLink:
         self._task = asyncio.create_task(self._keep(), name="agent-link")
 
     async def stop(self) -> None:
+        self._stopped = True
+        self._changed.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -5,7 +5,7 @@ import pytest
 from baton_engine.errors import EngineDied
 from baton_worker import agent_link
 from baton_worker.agent_link import AgentLink
-from baton_worker.errors import AgentUnavailable
+from baton_worker.errors import AgentUnavailable, EngineUnavailable
 from conditions import until
 from fake_agent import FakeAgent, refuse
 from fake_engine import FakeEngine
@@ -55,6 +55,14 @@ async def test_who_asks_too_early_waits_and_who_waits_too_long_is_told(link):
     link.start()
     sessions = await asyncio.gather(*waiting)
     assert sessions == [link.current] * 3
+
+
+async def test_who_waits_when_it_stops_is_told(link):
+    waiting = asyncio.create_task(link.session(60))
+    await asyncio.sleep(0)
+    await link.stop()
+    with pytest.raises(EngineUnavailable):
+        await waiting
 
 
 async def test_attaches_again_when_the_agent_ends_the_session(agent, engine, link):
