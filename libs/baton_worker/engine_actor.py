@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton_actors.actor import Actor, ActorStopped, MailboxFull, handles
+from baton_actors.actor import Actor, ActorStopped, handles
 from baton_engine.client import EngineClient
 from baton_engine.errors import EngineDied, EngineError, SequenceInvalid, StepFailedError
 from baton_engine.messages import FinishReason, StepPlan, StepResult
@@ -107,8 +107,21 @@ class EngineActor(Actor):
     them then.
     """
 
-    def __init__(self, client: EngineClient, scheduler: Scheduler, reserver: PageReserver, hooks: StepHooks) -> None:
+    # Sequences are bounded by the pages that each holds, and so are the messages about them; a mailbox that is full
+    # would lose a cancellation, or the result of a step.
+    mailbox_capacity = 0
+
+    def __init__(
+        self,
+        client: EngineClient,
+        scheduler: Scheduler,
+        reserver: PageReserver,
+        hooks: StepHooks,
+        on_step: Callable[[StepPlan, StepResult], None] | None = None,
+    ) -> None:
+        """`on_step` is told of every step that was done, for the metrics."""
         super().__init__("engine")
+        self._on_step = on_step
         self.scheduler = scheduler
         self.steps_done = 0
         # What the streams are told when the actor stops.
@@ -122,7 +135,7 @@ class EngineActor(Actor):
     def submit(self, sequence: Sequence, owner: Hashable) -> SequenceStream:
         """Hands a sequence and its pages' owner over: from now on the owner's hold is released by this actor.
 
-        Raises EngineUnavailable, MailboxFull, and SequenceInvalid for an id in use. Then the owner still holds them.
+        Raises EngineUnavailable, and SequenceInvalid for an id in use. Then the owner still holds them.
         """
         sequence_id = sequence.sequence_id
         if sequence_id in self._streams:
@@ -132,10 +145,8 @@ class EngineActor(Actor):
         self._streams[sequence_id] = owner, stream
         try:
             self.tell(_Submit(sequence, owner, stream))
-        except (ActorStopped, MailboxFull) as error:
+        except ActorStopped as error:
             del self._streams[sequence_id]
-            if isinstance(error, MailboxFull):
-                raise
             raise EngineUnavailable("the model process is gone") from error
         return stream
 
@@ -174,6 +185,8 @@ class EngineActor(Actor):
         # The next step runs while the tokens of this one are on their way.
         self._begin_step()
         self._deliver(updates, message.result)
+        if self._on_step is not None:
+            self._on_step(message.plan, message.result)
 
     @handles
     async def _on_step_failed(self, message: _StepFailed) -> None:

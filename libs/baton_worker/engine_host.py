@@ -10,7 +10,7 @@ import grpc
 
 from baton_engine.client import EngineClient
 from baton_engine.errors import EngineError
-from baton_engine.messages import AgentLost, EngineInfo, EngineSpec, Loading
+from baton_engine.messages import AgentLost, EngineInfo, EngineSpec, Loading, StepPlan, StepResult
 from baton_engine.scheduler import Scheduler
 from baton_kv.layout import PageLayout
 from baton_kv.pool import PagePool
@@ -41,6 +41,7 @@ class EngineHost:
         agent_channel: grpc.aio.Channel | None,
         hooks: StepHooks,
         on_change: Callable[[], None],
+        on_step: Callable[[StepPlan, StepResult], None] | None = None,
     ) -> None:
         """`agent_channel` None: a worker that moves no pages. `on_change`: `ready` may answer differently now."""
         self._spec = spec
@@ -50,6 +51,7 @@ class EngineHost:
         self._agent_channel = agent_channel
         self._hooks = hooks
         self._on_change = on_change
+        self._on_step = on_step
         self._link: AgentLink | None = None
         self._alive = False
         self._ending = "the worker is shutting down"
@@ -121,7 +123,7 @@ class EngineHost:
         scheduler = Scheduler(
             chunk_tokens=self._chunk_tokens, max_batch=self.info.max_batch, page_size=self.info.page_size
         )
-        self.actor = EngineActor(self.client, scheduler, self.reserver, self._hooks)
+        self.actor = EngineActor(self.client, scheduler, self.reserver, self._hooks, self._on_step)
         await self.actor.start()
         if self._agent_channel is not None:
             self._link = AgentLink(self.client, self._agent_channel, self._on_change)

@@ -20,13 +20,14 @@ from baton_actors.supervisor import Supervisor
 from baton_config.models import resolve_model, served_name
 from baton_config.sections import WorkerSettings
 from baton_config.settings import Settings
-from baton_engine.messages import EngineSpec
+from baton_engine.messages import EngineSpec, StepPlan, StepResult
 from baton_rpc.addresses import advertised_address
 from baton_rpc.channel import open_channel
 from baton_rpc.server import RpcServer
 from baton_rpc.tls import TlsFiles
 from baton_telemetry.exposition import MetricsServer
 from baton_telemetry.metrics import WorkerMetrics
+from baton_worker.agent_session import AgentSession
 from baton_worker.background import BackgroundTasks
 from baton_worker.channels import ChannelCache
 from baton_worker.convert import layout_to_proto
@@ -70,6 +71,8 @@ class Worker:
         self._incarnation = secrets.randbits(64)
         self._sequence_ids = itertools.count(1)
         self._engine: EngineHost | None = None
+        # The latest, kept to tell a new one from the same.
+        self._session: AgentSession | None = None
         self._tls = _tls_files(settings)
         credentials = self._tls.channel_credentials() if self._tls else None
         self.peers = ChannelCache(credentials)
@@ -142,6 +145,8 @@ class Worker:
 
     def _make_engine(self) -> EngineHost:
         section, model = self.section, self._settings.model
+        if self._engine is not None:
+            self._metrics.engine_restarts.inc()
         spec = EngineSpec(
             model_path=self._model_path,
             dtype=model.dtype,
@@ -159,9 +164,23 @@ class Worker:
             start_timeout_s=section.start_timeout_s,
             agent_channel=self._agent,
             hooks=self._hooks,
-            on_change=self._registration.changed,
+            on_change=self._engine_changed,
+            on_step=self._step_done,
         )
         return self._engine
+
+    def _engine_changed(self) -> None:
+        session = self._engine.session if self._engine is not None else None
+        if session is not None and session is not self._session:
+            if self._session is not None:
+                self._metrics.agent_reconnects.inc()
+            self._session = session
+        self._registration.changed()
+
+    def _step_done(self, plan: StepPlan, result: StepResult) -> None:
+        self._metrics.step_seconds.observe(result.compute_us / 1e6)
+        self._metrics.step_tokens.observe(plan.tokens)
+        self._metrics.computed_prompt_tokens.inc(sum(len(item.token_ids) for item in plan.prefills))
 
     # --- what others see ------------------------------------------------------------------------------------------
 

@@ -154,9 +154,13 @@ class KvReceiver:
                 f"close of inbox {inbox.key}",
             )
             if isinstance(error, TransferBroken | RemoteError):
+                self._metrics.transfers.labels(outcome="failed").inc()
                 # The next attempt writes into the same pages.
                 await asyncio.shield(closing)
+            else:
+                self._metrics.transfers.labels(outcome="cancelled").inc()
             raise
+        self._metrics.transfers.labels(outcome="done").inc()
         engine.reserver.release(owner)
         self._worker.background.spawn(
             until_quiesced(lambda: self._close(session, inbox), session.lost, f"inbox {inbox.key}"),

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import grpc
-from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import agent_pb2, common_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton_engine.messages import FinishReason
 from baton_engine.scheduler import Finished, PrefillAdvanced, Sequence
@@ -156,7 +156,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             if not ended.done():
                 raise TransferBroken(outgoing.broken.result())
             event = ended.result()
-            if not hasattr(event, "stats"):
+            if isinstance(event, agent_pb2.TransferFailed):
                 raise TransferBroken(f"the transfer failed: {event.reason}", cause=event.reason)
             # The last page can be on its way before the sequence's end is told.
             await computing
@@ -168,6 +168,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     async def _let_go(self, engine: EngineHost, session: AgentSession, transfer: Transfer, sequence_id: int) -> None:
         """The transfer's hold on the pages ends when nothing can read them any more."""
+
+        ended = transfer.ended
+        if not ended.done():
+            outcome = "cancelled"
+        else:
+            outcome = "done" if isinstance(ended.result(), agent_pb2.TransferDone) else "failed"
+        self._metrics.transfers.labels(outcome=outcome).inc()
 
         async def quiesce() -> None:
             if not transfer.ended.done():

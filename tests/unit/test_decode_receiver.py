@@ -143,6 +143,7 @@ async def test_the_next_worker_gets_the_same_pages_only_when_nothing_can_write_t
     received = await fetching
     assert (received.worker_id, received.retries) == ("p1", 1)
     await nothing_is_left(rig)
+    assert [rig.metrics.transfers.labels(outcome=end)._value.get() for end in ("failed", "done")] == [1, 1]
 
 
 async def test_a_late_event_of_the_first_inbox_does_not_fill_the_second(rig):

@@ -50,8 +50,8 @@ def request(rig, tokens=10, prefix=0, pages=None, **changes):
     return message
 
 
-def outcomes(rig):
-    (family,) = rig.metrics.requests.collect()
+def outcomes(rig, metric=None):
+    (family,) = (metric or rig.metrics.requests).collect()
     return {s.labels["outcome"]: s.value for s in family.samples if s.name.endswith("_total") and s.value}
 
 
@@ -82,6 +82,10 @@ async def test_a_prompt_in_two_chunks(rig):
     assert response.transfer.bytes == 77
     await rig.idle()
     assert rig.agent.cancelled == [] and outcomes(rig) == {"ok": 1}
+    metrics = rig.worker._metrics
+    assert outcomes(rig, metrics.transfers) == {"done": 1}
+    assert metrics.computed_prompt_tokens._value.get() == 13
+    assert metrics.step_seconds._sum.get() == pytest.approx(0.01) and metrics.step_tokens._sum.get() == 13
     assert not rig.sender._outgoing and not rig.sender._announced
 
 

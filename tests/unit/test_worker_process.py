@@ -148,6 +148,7 @@ async def test_a_dead_engine_is_replaced_with_a_new_pool_and_its_requests_fail(s
         engine = running.worker.engine
         assert engine is not former and engine.reserver.pool is not former.reserver.pool
         assert engine.reserver.pool.free == 16
+        assert running.worker._metrics.engine_restarts._value.get() == 1
         assert engine.session.session != former.client.attached[0]
         await until_healthy(running, channel)
     await running.end()
@@ -163,6 +164,7 @@ async def test_loses_its_place_in_the_registry_with_its_agent_and_gets_it_back(s
         lambda: any(worker.agent.incarnation == incarnation + 1 for worker in running.registry.leases.values()),
         "the registration with the new agent",
     )
+    assert running.worker._metrics.agent_reconnects._value.get() == 1
     await running.end()
 
 
