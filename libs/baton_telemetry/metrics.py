@@ -7,7 +7,7 @@ cost nothing until somebody asks.
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -170,10 +170,10 @@ class AgentMetrics(_Catalogue):
         )
 
     def read_fabric(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Exports the native core's own counters (`FABRIC_COUNTERS`), read when asked for."""
-        self.registry.register(
-            PulledCounters({f"baton_agent_fabric_{k}": (k, v) for k, v in FABRIC_COUNTERS.items()}, read)
-        )
+        """Exports the native core's own counters and levels, read when asked for."""
+        counters = {f"baton_agent_fabric_{key}": (key, text) for key, text in FABRIC_COUNTERS.items()}
+        levels = {f"baton_agent_fabric_{key}": (key, text) for key, text in FABRIC_LEVELS.items()}
+        self.registry.register(PulledMetrics(counters, levels, read))
 
 
 # Keys of the native core's metrics(), as baton_agent_fabric_<key>_total; keys that it doesn't report are left out.
@@ -197,18 +197,37 @@ FABRIC_COUNTERS: dict[str, str] = {
 }
 
 
-class PulledCounters(Collector):
-    """Counters that live elsewhere: ``names`` maps an exported name to (key, help)."""
+# Keys of the same, as baton_agent_fabric_<key>.
+FABRIC_LEVELS: dict[str, str] = {
+    "regions": "Registered pieces of memory",
+    "endpoints": "Receiving endpoints",
+    "peers": "Sending endpoints",
+    "writes_in_flight": "Writes posted and not yet completed",
+    "bytes_in_flight": "Bytes of these writes",
+}
 
-    def __init__(self, names: Mapping[str, tuple[str, str]], read: Callable[[], Mapping[str, float]]) -> None:
-        self._names = dict(names)
+
+class PulledMetrics(Collector):
+    """Counters and gauges that live elsewhere: both map an exported name to (key, help)."""
+
+    def __init__(
+        self,
+        counters: Mapping[str, tuple[str, str]],
+        gauges: Mapping[str, tuple[str, str]],
+        read: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self._kinds: tuple[tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], dict[str, tuple[str, str]]], ...]
+        self._kinds = ((CounterMetricFamily, dict(counters)), (GaugeMetricFamily, dict(gauges)))
         self._read = read
 
-    def describe(self) -> list[CounterMetricFamily]:
-        return [CounterMetricFamily(name, text) for name, (_, text) in self._names.items()]
+    def describe(self) -> Iterator[Metric]:
+        for kind, names in self._kinds:
+            for name, (_, text) in names.items():
+                yield kind(name, text)
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         values = self._read()
-        for name, (key, text) in self._names.items():
-            if key in values:
-                yield CounterMetricFamily(name, text, value=values[key])
+        for kind, names in self._kinds:
+            for name, (key, text) in names.items():
+                if key in values:
+                    yield kind(name, text, value=values[key])
