@@ -96,6 +96,11 @@ class GatewaySettings(Section):
         default=3.0, description="A worker that is silent this long is no longer routed to"
     )
     request_timeout_s: PositiveFloat = Field(default=600.0, description="Longest time that one request may take")
+    default_max_tokens: PositiveInt = Field(
+        default=1024,
+        description="Tokens of a chat answer at most where the client names no limit; a request's pages are reserved "
+        "up to its limit",
+    )
     max_requests: PositiveInt = Field(default=1024, description="Requests in flight beyond which new ones are refused")
     prefill_candidates: PositiveInt = Field(
         default=3, description="Prefill workers offered to the decode worker, best first"
@@ -117,7 +122,7 @@ class WorkerSettings(Section):
         default=None, description="Host that others reach it by; needed where listen is a wildcard"
     )
     page_size: PositiveInt = Field(default=16, description="Tokens in a page of the KV cache")
-    kv_bytes: ByteSize = Field(default=ByteSize(512 << 20), description="Memory for the KV cache, such as 512MiB")
+    kv_bytes: ByteSize = Field(default=ByteSize(1 << 30), description="Memory for the KV cache, such as 512MiB")
     chunk_tokens: PositiveInt = Field(default=512, description="Prompt tokens computed in one forward step at most")
     max_batch: PositiveInt = Field(default=32, description="Requests in one forward step at most")
     max_waiting: PositiveInt = Field(default=256, description="Requests that wait for pages at most; more are refused")
@@ -150,7 +155,8 @@ class DecodeSettings(WorkerSettings):
 class AgentSettings(Section):
     socket: str = Field(
         default_factory=lambda: f"unix:{runtime_directory() / 'agent.sock'}",
-        description="Unix socket on which the agent serves the workers of its node; workers find it by the same option",
+        description="Unix socket on which the agent serves the workers of its node; workers find it by the same "
+        "option; the path has 99 bytes at most, as has that of handoff",
     )
     handoff: Path = Field(
         default_factory=lambda: runtime_directory() / "handoff.sock",

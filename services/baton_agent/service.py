@@ -145,7 +145,7 @@ class TransferAgentService:
             try:
                 async with asyncio.timeout_at(deadline):
                     await (await self.sessions.ask(EndAll("SHUTDOWN")))
-                    await self.peers.told(self.options.shutdown_timeout)
+                    await self.peers.told(self.options.stop_timeout)
             except TimeoutError:
                 logger.warning("writes did not drain within %g s", self.options.shutdown_timeout)
         if self._serving:
