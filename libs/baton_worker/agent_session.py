@@ -74,6 +74,7 @@ class AgentSession:
         self._ready: asyncio.Future[None] = loop.create_future()
         self._agent_gone = agent_gone
         self._stub = agent_pb2_grpc.TransferAgentStub(channel)
+        self._submitting = asyncio.Lock()
         self._background = BackgroundTasks()
         self._inboxes: dict[tuple[int, int], asyncio.Future[InboxEvent]] = {}
         self._transfers: dict[int, asyncio.Future[TransferEvent]] = {}
@@ -136,8 +137,10 @@ class AgentSession:
         return Transfer(response.transfer, self._expect(self._transfers, response.transfer))
 
     async def submit_step(self, step: int, chunks: Sequence[agent_pb2.ChunkPlan]) -> None:
+        """Calls reach the agent in the order in which they were made: chunks of a transfer follow each other."""
         request = agent_pb2.SubmitStepRequest(session=self.session, step=step, chunks=chunks)
-        await self._call(self._stub.SubmitStep, request, CALL_TIMEOUT_S)
+        async with self._submitting:
+            await self._call(self._stub.SubmitStep, request, CALL_TIMEOUT_S)
 
     async def cancel_transfer(self, transfer: Transfer) -> None:
         """Returns when none of the transfer's writes reads this worker's memory any more."""

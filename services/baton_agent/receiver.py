@@ -199,6 +199,7 @@ class Receiver(WorkingActor):
             layout=layout_message(view.cache),
             sharding=sharding_message(view.cache),
             data_parallel_rank=0,
+            sender_incarnation=message.sender.incarnation,
         )
 
     @handles

@@ -96,7 +96,7 @@ class TransferAgentServicer(agent_pb2_grpc.TransferAgentServicer):
     async def OpenTransfer(
         self, request: agent_pb2.OpenTransferRequest, context: Context
     ) -> agent_pb2.OpenTransferResponse:
-        inbox = read_inbox(request.inbox, self._agent.transport)
+        inbox = read_inbox(request.inbox, self._agent)
         opened = await self._sender.ask(
             OpenTransfer(request.session, inbox, list(request.source_pages), list(request.destination_pages))
         )

@@ -12,7 +12,7 @@ from baton_kv.layout import Order, PageLayout
 from baton_kv.shards import ShardMap
 from baton_rpc.addresses import TcpAddress, parse_address
 
-from .errors import InvalidArgument, TransportMismatch, VersionUnsupported
+from .errors import InvalidArgument, StaleDescriptor, TransportMismatch, VersionUnsupported
 
 AGENT_VERSION = 1
 INBOX_VERSION = 1
@@ -111,11 +111,17 @@ def read_agent(message: common_pb2.AgentDescriptor, transport: str) -> Peer:
     return Peer(message.incarnation, message.control_address)
 
 
-def read_inbox(message: agent_pb2.InboxDescriptor, transport: str) -> RemoteInbox:
-    """Raises VersionUnsupported, TransportMismatch, InvalidArgument, and baton_kv's InvalidKvArgument."""
+def read_inbox(message: agent_pb2.InboxDescriptor, own: common_pb2.AgentDescriptor) -> RemoteInbox:
+    """`own` is this agent.
+
+    Raises VersionUnsupported, TransportMismatch, StaleDescriptor, InvalidArgument, and baton_kv's InvalidKvArgument.
+    """
     if message.version != INBOX_VERSION:
         raise VersionUnsupported("the inbox descriptor", message.version, INBOX_VERSION)
-    receiver = read_agent(message.receiver, transport)
+    if message.sender_incarnation != own.incarnation:
+        # Meant for an agent that ran here before: what its receiver has stopped meanwhile is not known here.
+        raise StaleDescriptor(message.sender_incarnation, own.control_address)
+    receiver = read_agent(message.receiver, own.transport)
     if message.slot >= SLOTS:
         raise InvalidArgument(f"slot {message.slot} must be below {SLOTS}", field="slot")
     if len(message.endpoints) != 1 or not 0 < len(message.endpoints[0]) <= MAX_FABRIC_ADDRESS:

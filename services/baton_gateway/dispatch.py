@@ -36,10 +36,11 @@ class Trace:
 
 
 class Dispatcher:
-    def __init__(self, cluster: Cluster, rules: RoutingRules, worker_wait_s: float) -> None:
+    def __init__(self, cluster: Cluster, rules: RoutingRules, worker_wait_s: float, default_max_tokens: int) -> None:
         self._cluster = cluster
         self._rules = rules
         self._worker_wait_s = worker_wait_s
+        self._default_max_tokens = default_max_tokens
 
     def require_route(self, prompt_tokens: int = 2, max_tokens: int = 1) -> None:
         """Raises the NoWorker error that a request of ordinary kind would end with just now."""
@@ -93,7 +94,9 @@ class Dispatcher:
             sampling=sampling,
             prefill_workers=route.prefill,
         )
-        request.sampling.max_tokens = fit_to_context(len(prompt), sampling.max_tokens, context)
+        request.sampling.max_tokens = fit_to_context(
+            len(prompt), sampling.max_tokens, context, self._default_max_tokens
+        )
         key = route.decode.worker_id, route.decode.incarnation
         with ExitStack() as stack:
             stack.enter_context(self._cluster.loads.request(key))

@@ -43,7 +43,7 @@ class Gateway:
             prefill_candidates=options.prefill_candidates,
             decode_computes_prompts=settings.decode.local_prefill != "never",
         )
-        dispatcher = Dispatcher(self.cluster, rules, options.worker_wait_s)
+        dispatcher = Dispatcher(self.cluster, rules, options.worker_wait_s, options.default_max_tokens)
         self.service = GatewayService(rules.model, tokenizer, dispatcher, self.metrics, options.max_requests)
         self.health = health = Health(self.service, stall_s)
         self._registry = RpcServer([options.registry], tls=tls, allow_insecure=insecure)

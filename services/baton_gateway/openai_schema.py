@@ -106,7 +106,7 @@ class _Request(BaseModel):
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> common_pb2.SamplingParams:
-        """max_tokens 0: the rest of the context. Raises InvalidRequest for what the contract cannot express."""
+        """max_tokens 0: the default. Raises InvalidRequest for what the contract cannot express."""
         params = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=bool(self.ignore_eos))
         if self.temperature is not None:
             params.temperature = self.temperature

@@ -31,7 +31,7 @@ class Prompt:
 class Generation:
     """A request that passed all checks but those that need a worker.
 
-    request_id: made here. client_request_id: for logs. max_tokens of sampling 0: the rest of the context.
+    request_id: made here. client_request_id: for logs. max_tokens of sampling 0: the default.
     """
 
     request_id: str
@@ -78,8 +78,8 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
             raise _out_of_range("prompt", bound, f"token ids from 0 to {vocab_size - 1}")
 
 
-def fit_to_context(prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """max_tokens, or for 0 all that the context leaves. Raises ContextLengthExceeded.
+def fit_to_context(prompt_tokens: int, max_tokens: int, max_model_len: int, default: int = 1) -> int:
+    """max_tokens, or for 0 the default as far as the context allows. Raises ContextLengthExceeded.
 
     A prompt needs room for one generated token, and prompt and max_tokens must fit together.
     """
@@ -100,7 +100,7 @@ def fit_to_context(prompt_tokens: int, max_tokens: int, max_model_len: int) -> i
             max_tokens=max_tokens,
             max_model_len=max_model_len,
         )
-    return max_tokens or max_model_len - prompt_tokens
+    return max_tokens or min(default, max_model_len - prompt_tokens)
 
 
 def end_token_ids(sampling: common_pb2.SamplingParams, tokenizer: Tokenizer) -> frozenset[int]:

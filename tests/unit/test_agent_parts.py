@@ -149,8 +149,10 @@ def test_an_inbox_descriptor_says_the_same_at_the_other_side(layout, copies, dp,
         layout=layout_message(cache),
         sharding=sharding_message(cache),
         data_parallel_rank=dp - 1,
+        sender_incarnation=9,
     )
-    inbox = read_inbox(agent_pb2.InboxDescriptor.FromString(message.SerializeToString()), "tcp")
+    own = common_pb2.AgentDescriptor(version=1, incarnation=9, control_address="127.0.0.1:2", transport="tcp")
+    inbox = read_inbox(agent_pb2.InboxDescriptor.FromString(message.SerializeToString()), own)
     assert inbox.cache == cache
     assert inbox.key == (5, 3, 300)
     assert [region.key for region in inbox.regions] == [rank + 7 for rank in range(ranks)]

@@ -368,6 +368,7 @@ async def test_what_open_transfer_refuses(attached):
         (changed(receiver__transport="shm"), [0], [0], "TRANSPORT_MISMATCH"),
         (changed(receiver__incarnation=0), [0], [0], "INVALID_FIELD"),
         (changed(receiver__incarnation=7), [0], [0], "STALE_DESCRIPTOR"),
+        (changed(sender_incarnation=inbox.sender_incarnation + 1), [0], [0], "STALE_DESCRIPTOR"),
         (changed(receiver__control_address=""), [0], [0], "BAD_ADDRESS"),
         (changed(receiver__control_address="unix:/tmp/x"), [0], [0], "INVALID_FIELD"),
         (changed(receiver__control_address="nonsense"), [0], [0], "BAD_ADDRESS"),

@@ -57,10 +57,10 @@ def test_prompts_that_are_refused(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "wanted", "given"), [(511, 1, 1), (511, 0, 1), (1, 511, 511), (100, 0, 412), (500, 12, 12)]
+    ("prompt", "wanted", "given"), [(511, 1, 1), (511, 0, 1), (1, 511, 511), (100, 0, 300), (500, 0, 12), (500, 12, 12)]
 )
 def test_what_fits_the_context(prompt: int, wanted: int, given: int) -> None:
-    assert fit_to_context(prompt, wanted, 512) == given
+    assert fit_to_context(prompt, wanted, 512, default=300) == given
 
 
 @pytest.mark.parametrize(("prompt", "wanted"), [(512, 0), (512, 1), (511, 2), (500, 13), (9999, 1)])
