@@ -8,10 +8,13 @@
 namespace baton::fabric {
 namespace {
 
-// How often a provider without a wait descriptor is polled while something may happen: at first, and at the least.
-// A poll that finds nothing costs 1 to 2 us.
+// How often a provider without a wait descriptor is polled while something may happen: right after something did, a
+// little later, and once nothing has for a while. An empty turn with its wait costs about 13 us: 7 % of a core at the
+// second pace, 1.5 % at the third.
 constexpr uint64_t kShortestPollNs = 50'000;
-constexpr uint64_t kLongestPollNs = 200'000;
+constexpr uint64_t kLongPollNs = 200'000;
+constexpr uint64_t kQuietPollNs = 1'000'000;
+constexpr uint64_t kQuietAfterNs = 50'000'000;
 // And for how long after the last arrival although every inbox is full: what arrives then is a violation.
 constexpr uint64_t kArrivalLingerNs = 100'000'000;
 
@@ -163,6 +166,7 @@ void Progress::turn() {
     // A post may complete at once, and a queue must have been read empty before one blocks.
     if (active) {
         poll_interval_ns_ = kShortestPollNs;
+        last_active_ns_ = now;
     } else if (!options_.spin) {
         wait(now);
     }
@@ -193,7 +197,8 @@ uint64_t Progress::wake_time(uint64_t now) {
     const bool open = inboxes_.active() != 0 || sender_.writes_in_flight() || now < linger_until_ns_;
     if (domain_.wait_fd() < 0 && open) {
         wake = std::min(wake, now + poll_interval_ns_);
-        poll_interval_ns_ = std::min(2 * poll_interval_ns_, kLongestPollNs);
+        const bool quiet = now - last_active_ns_ > kQuietAfterNs;
+        poll_interval_ns_ = std::min(2 * poll_interval_ns_, quiet ? kQuietPollNs : kLongPollNs);
     }
     return wake;
 }

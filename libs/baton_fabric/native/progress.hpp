@@ -74,6 +74,7 @@ class Progress {
     bool stopping_ = false;
     // For providers without a wait descriptor.
     uint64_t poll_interval_ns_;
+    uint64_t last_active_ns_ = 0;
     uint64_t linger_until_ns_ = 0;
     // The latest time at which the thread meant to run again.
     uint64_t expected_ns_ = 0;
