@@ -122,13 +122,12 @@ async def test_an_agent_that_drops_every_session_at_once_is_not_asked_in_a_tight
         await sleep(seconds)
 
     monkeypatch.setattr(agent_link.asyncio, "sleep", measured)
-    attach = engine.attach
 
-    async def attach_and_end(path, session):
-        await attach(path, session)
-        agent.sessions[session].put_nowait(None)
+    def end_at_once():
+        if link.current is not None:
+            agent.end(link.current.session)
 
-    engine.attach = attach_and_end
+    link._on_change = end_at_once
     link.start()
     await until(lambda: len(delays) >= 4, "pauses between the sessions")
     assert delays[:4] == [0.01, 0.02, 0.04, 0.04]

@@ -92,9 +92,9 @@ async def test_an_event_that_overtakes_the_answer_is_not_lost(agent, session):
 
 async def test_an_event_of_a_closed_inbox_is_nothing(agent, session):
     inbox = await session.open_inbox(PEER, 10)
+    other = await session.open_inbox(PEER, 10)
     assert await session.close_inbox(inbox) == "quiesced"
     agent.emit(SESSION, inbox_full=agent_pb2.InboxFull(slot=inbox.key[0], generation=inbox.key[1]))
-    other = await session.open_inbox(PEER, 10)
     agent.fill(other.key)
     await other.ended
     assert not session._early
