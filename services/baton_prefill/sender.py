@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from baton_engine.messages import StepPlan
 from baton_kv.plan import chunk_pages
 from baton_rpc.errors import RemoteError
 from baton_worker.agent_session import AgentSession, Transfer
-from baton_worker.background import BackgroundTasks, first_of
+from baton_worker.background import BackgroundTasks
 from baton_worker.errors import AgentUnavailable
 from baton_worker.letting_go import until_quiesced
 
@@ -46,7 +45,6 @@ class KvSender:
         self._outgoing: dict[int, Outgoing] = {}
         # The latest announcement to each session. They follow each other: the agent takes a transfer's last chunk for
         # the end of its plans.
-        self._announced: dict[AgentSession, asyncio.Task[None]] = {}
 
     def track(self, sequence_id: int, outgoing: Outgoing) -> None:
         """From now on the steps of this sequence are announced for its transfer."""
@@ -73,12 +71,7 @@ class KvSender:
             if chunk.pages or chunk.last:
                 chunks[outgoing.session].append((outgoing, chunk))
         for session, planned in chunks.items():
-            former = self._announced.get(session)
-            task = self._background.spawn(
-                self._submit(former, session, plan.step, planned), f"chunk plan of step {plan.step}"
-            )
-            self._announced[session] = task
-            task.add_done_callback(functools.partial(self._announcement_ended, session))
+            self._background.spawn(self._submit(session, plan.step, planned), f"chunk plan of step {plan.step}")
 
     async def after_failed_step(self, plan: StepPlan) -> None:
         """The next step would move the layer counter past what was never computed: its transfers end first."""
@@ -97,19 +90,8 @@ class KvSender:
 
         await until_quiesced(quiesce, outgoing.session.lost, f"transfer {outgoing.transfer.transfer:x}")
 
-    def _announcement_ended(self, session: AgentSession, task: asyncio.Task[None]) -> None:
-        if self._announced.get(session) is task:
-            del self._announced[session]
-
     @staticmethod
-    async def _submit(
-        former: asyncio.Task[None] | None,
-        session: AgentSession,
-        step: int,
-        planned: list[tuple[Outgoing, agent_pb2.ChunkPlan]],
-    ) -> None:
-        if former is not None:
-            await first_of(former)
+    async def _submit(session: AgentSession, step: int, planned: list[tuple[Outgoing, agent_pb2.ChunkPlan]]) -> None:
         try:
             await session.submit_step(step, [chunk for _, chunk in planned])
         except (AgentUnavailable, RemoteError) as error:

@@ -123,24 +123,6 @@ async def test_a_step_is_one_call_for_each_session_and_strangers_are_left_out():
     assert len(first.steps) == 1
 
 
-async def test_announcements_keep_their_order():
-    """The last chunk ends a transfer's plans: one that came after it would be left out."""
-    background = BackgroundTasks()
-    sender, session = KvSender(background, 4), Session()
-    sender.track(1, outgoing(session, 11, 13))
-    session.gate = asyncio.Event()
-    sender.before_step(plan(0, (1, 0, 4)))
-    await settle()
-    held, session.gate = session.gate, None
-    sender.before_step(plan(1, (1, 4, 8)))
-    await settle()
-    assert session.steps == []
-    held.set()
-    await settle()
-    assert [step for step, _ in session.steps] == [0, 1]
-    assert not sender._announced and len(background) == 0
-
-
 async def test_a_step_that_could_not_be_announced_breaks_its_transfers_only():
     sender, session = KvSender(BackgroundTasks(), 4), Session()
     broken, whole = outgoing(session, 11, 13), outgoing(session, 22, 13)

@@ -86,7 +86,7 @@ async def test_a_prompt_in_two_chunks(rig):
     assert outcomes(rig, metrics.transfers) == {"done": 1}
     assert metrics.computed_prompt_tokens._value.get() == 13
     assert metrics.step_seconds._sum.get() == pytest.approx(0.01) and metrics.step_tokens._sum.get() == 13
-    assert not rig.sender._outgoing and not rig.sender._announced
+    assert not rig.sender._outgoing
 
 
 async def test_the_transfer_may_end_before_the_step_is_told(rig):

@@ -71,6 +71,20 @@ async def test_events_reach_the_inbox_and_the_transfer_that_they_are_of(agent, s
     assert (await transfer.ended).stats.bytes == 99
 
 
+async def test_chunk_plans_reach_the_agent_in_the_order_in_which_they_were_made(agent, session):
+    """A chunk that came before the one that it follows would be refused."""
+    gate = agent.before["SubmitStep"] = Gate()
+    first = asyncio.create_task(session.submit_step(0, []))
+    await gate.entered.wait()
+    del agent.before["SubmitStep"]
+    second = asyncio.create_task(session.submit_step(1, []))
+    await asyncio.wait({second}, timeout=0.05)
+    assert agent.steps == []
+    gate.open()
+    await asyncio.gather(first, second)
+    assert [step.step for step in agent.steps] == [0, 1]
+
+
 async def test_an_event_that_overtakes_the_answer_is_not_lost(agent, session):
     gate = agent.after["OpenInbox"] = Gate()
     opening = asyncio.create_task(session.open_inbox(PEER, 10))
