@@ -129,6 +129,8 @@ class Engine:
         # How often close_endpoint fails.
         self.fail_fences = 0
         self.unquiesced = False
+        # What open_endpoint gives next, instead of an address of its own choice.
+        self.addresses: list[bytes] = []
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.regions: dict[int, int] = {}
         self.counters: dict[int, mmap.mmap] = {}
@@ -177,7 +179,7 @@ class Engine:
 
     def open_endpoint(self) -> tuple[int, bytes]:
         endpoint = next(self.network.numbers)
-        address = f"fake-{endpoint}".encode()
+        address = self.addresses.pop(0) if self.addresses else f"fake-{endpoint}".encode()
         self.endpoints[endpoint] = address
         self.network.endpoints[address] = self, endpoint
         return endpoint, address

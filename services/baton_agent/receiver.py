@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from baton_kv.transfer.outcome import Ended, Outcome, Proof
 from baton_kv.transfer.slots import SlotKey, SlotNotInUse, SlotTable
 from baton_telemetry.metrics import AgentMetrics
 
+from .endpoints import Endpoint, Endpoints
 from .errors import FenceFailed, StaleDescriptor, UnknownInbox, UnknownSession
 from .fabric import FabricEvent
 from .messages import AddSession, EndSession, PeerLost, Tick
@@ -80,22 +82,10 @@ class _FenceEnded:
 
 
 @dataclass
-class _Endpoint:
-    """A receiving endpoint for one incarnation of a sending agent."""
-
-    number: int
-    address: bytes
-    sender: Peer
-    inboxes: set[SlotKey] = field(default_factory=set)
-    fencing: bool = False
-    used: float = field(default_factory=time.monotonic)
-
-
-@dataclass
 class _Inbox:
     key: SlotKey
     session: SessionView
-    endpoint: _Endpoint
+    endpoint: Endpoint
     life: InboxLife = field(default_factory=InboxLife)
     waiting: list[asyncio.Future[Proof]] = field(default_factory=list)
     full: Any = None
@@ -127,8 +117,7 @@ class Receiver(WorkingActor):
         self._inboxes: dict[SlotKey, _Inbox] = {}
         # By slot, as the engine names inboxes: it knows 8 bits of the generation only.
         self._by_slot: dict[int, _Inbox] = {}
-        self._endpoints: dict[int, _Endpoint] = {}
-        self._healthy: dict[int, _Endpoint] = {}
+        self._endpoints = Endpoints(engine)
 
     # --- what others may read -------------------------------------------------------------------------------------
 
@@ -174,7 +163,9 @@ class Receiver(WorkingActor):
             raise UnknownSession(message.session)
         if self._peers.is_dead(message.sender.incarnation):
             raise StaleDescriptor(message.sender.incarnation, message.sender.address)
-        endpoint = self._endpoint(message.sender)
+        endpoint, superfluous = self._endpoints.of_sender(message.sender)
+        for number in superfluous:
+            self.spawn(self._discard(number))
         key = self._slots.open()
         inbox = _Inbox(key, view, endpoint)
         regions = [rank.region for rank in view.ranks]
@@ -234,7 +225,7 @@ class Receiver(WorkingActor):
         for inbox in list(self._inboxes.values()):
             if inbox.endpoint.sender.incarnation == message.peer.incarnation:
                 self._do(inbox, inbox.life.peer_lost(message.reason), message.reason.lower())
-        endpoint = self._healthy.get(message.peer.incarnation)
+        endpoint = self._endpoints.healthy(message.peer.incarnation)
         if endpoint is not None and not endpoint.inboxes:
             self._fence(endpoint, "idle")
 
@@ -260,15 +251,12 @@ class Receiver(WorkingActor):
             logger.error("slot %d: %d extents came, %d were expected", event.slot, event.extents, event.expected)
             inbox.violated = True
             self._do(inbox, inbox.life.violated(), "too_many_extents")
-            if inbox.endpoint.number not in self._endpoints:
+            if inbox.endpoint not in self._endpoints:
                 self._do(inbox, inbox.life.fenced())
 
     @handles
     async def fence_ended(self, message: _FenceEnded) -> None:
-        endpoint = self._endpoints[message.endpoint]
-        endpoint.fencing = False
-        if message.full is not None:
-            del self._endpoints[message.endpoint]
+        endpoint = self._endpoints.end_close(message.endpoint, message.full is not None)
         for inbox in [self._inboxes[key] for key in endpoint.inboxes]:
             if message.full is None:
                 self._do(inbox, inbox.life.fence_failed())
@@ -280,10 +268,8 @@ class Receiver(WorkingActor):
     async def tick(self, _: Tick) -> None:
         for inbox in list(self._inboxes.values()):
             self._do(inbox, inbox.life.retry_fence(), "retry")
-        before = time.monotonic() - self._options.idle_timeout
-        for endpoint in list(self._endpoints.values()):
-            if not endpoint.inboxes and not endpoint.fencing and endpoint.used < before:
-                self._fence(endpoint, "idle")
+        for endpoint in self._endpoints.idle(time.monotonic() - self._options.idle_timeout):
+            self._fence(endpoint, "idle")
 
     # --- carrying out ---------------------------------------------------------------------------------------------
 
@@ -328,8 +314,7 @@ class Receiver(WorkingActor):
     def _free(self, inbox: _Inbox, proof: Proof) -> None:
         self._engine.close_inbox(inbox.key.slot, wire_generation(inbox.key.generation))
         del self._inboxes[inbox.key], self._by_slot[inbox.key.slot]
-        inbox.endpoint.inboxes.discard(inbox.key)
-        inbox.endpoint.used = time.monotonic()
+        inbox.endpoint.release(inbox.key)
         self._slots.release(*inbox.key, proof)
         self._metrics.inboxes.labels(proof.value).inc()
         for answer in inbox.waiting:
@@ -362,22 +347,13 @@ class Receiver(WorkingActor):
 
     # --- endpoints ------------------------------------------------------------------------------------------------
 
-    def _endpoint(self, sender: Peer) -> _Endpoint:
-        """The endpoint of this sender, opened when first used: one a sender makes the fence affordable."""
-        endpoint = self._healthy.get(sender.incarnation)
-        if endpoint is None:
-            number, address = self._engine.open_endpoint()
-            endpoint = _Endpoint(number, address, sender)
-            self._endpoints[number] = self._healthy[sender.incarnation] = endpoint
-        endpoint.used = time.monotonic()
-        return endpoint
+    async def _discard(self, number: int) -> None:
+        with contextlib.suppress(FabricError):
+            await self._engine.close_endpoint(number)
 
-    def _fence(self, endpoint: _Endpoint, reason: str) -> None:
-        if endpoint.fencing:
+    def _fence(self, endpoint: Endpoint, reason: str) -> None:
+        if not self._endpoints.begin_close(endpoint):
             return
-        endpoint.fencing = True
-        if self._healthy.get(endpoint.sender.incarnation) is endpoint:
-            del self._healthy[endpoint.sender.incarnation]
         if endpoint.inboxes:
             self._metrics.fences.labels(reason).inc()
             logger.warning("fencing agent %#018x: %s", endpoint.sender.incarnation, reason)

@@ -261,7 +261,10 @@ async def test_a_stopped_agent_holds_nobody_up(directory, transport, side):
         began = time.monotonic()
         if side == "prefill":
             pair.prefill.freeze()
+            pair.source.counter.advance(LAYERS)
             assert await pair.receiver.close_inbox(inbox) == FENCED
+            # The pages are somebody else's now; the sender will go on where it stood.
+            pair.target.memory.buffer[:] = b"\x55" * pair.target.memory.length
         else:
             pair.decode.freeze()
             pair.source.counter.advance(LAYERS)
@@ -274,6 +277,9 @@ async def test_a_stopped_agent_holds_nobody_up(directory, transport, side):
         pair.source.counter.advance(LAYERS)
         await pair.full(inbox)
         assert pair.same([5], [6])
+        if side == "prefill":
+            size = len(pair.target.page(0, 0))
+            assert all(pair.target.page(layer, page) == b"\x55" * size for layer in range(LAYERS) for page in (0, 1))
 
 
 async def test_one_agent_serves_both_workers_of_a_node(directory):

@@ -176,6 +176,18 @@ async def test_a_sender_that_cannot_confirm_is_fenced_and_so_are_its_other_inbox
     assert again.endpoints != inbox.endpoints
 
 
+async def test_the_address_of_a_closed_endpoint_is_not_used_again(attached):
+    inbox, _ = await attached.open()
+    attached.prefill.engine.hold = attached.prefill.engine.unquiesced = True
+    assert await attached.receiver.close_inbox(inbox) == FENCED
+    attached.prefill.engine.hold = False
+    engine = attached.decode.engine
+    engine.addresses = [inbox.endpoints[0], inbox.endpoints[0] + b"'"]
+    again, _ = await attached.open()
+    assert again.endpoints[0] == inbox.endpoints[0] + b"'"
+    await until(lambda: list(engine.endpoints.values()) == [again.endpoints[0]])
+
+
 async def test_a_silent_sending_agent_is_fenced_within_the_deadline(attached):
     inbox, _ = await attached.open()
     await attached.prefill.service._control.stop(0)

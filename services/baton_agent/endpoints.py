@@ -1,0 +1,92 @@
+"""Receiving endpoints: one for each incarnation of a sending agent, so that closing one, the fence, is affordable."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from baton_fabric.engine import FabricEngine
+from baton_kv.transfer.slots import SlotKey
+
+from .wire import Peer
+
+# Addresses of closed endpoints that are not used again; the oldest are forgotten first. tcp has some 28,000 ports.
+MAX_RETIRED = 4096
+
+
+@dataclass
+class Endpoint:
+    """`number`: the engine's id. `address`: for the sender's connect. `closing`: a fence is under way."""
+
+    number: int
+    address: bytes
+    sender: Peer
+    inboxes: set[SlotKey] = field(default_factory=set)
+    closing: bool = False
+    used: float = field(default_factory=time.monotonic)
+
+    def release(self, inbox: SlotKey) -> None:
+        self.inboxes.discard(inbox)
+        self.used = time.monotonic()
+
+
+class Endpoints:
+    """Belongs to the receiver."""
+
+    def __init__(self, engine: FabricEngine) -> None:
+        self._engine = engine
+        self._all: dict[int, Endpoint] = {}
+        # By the sender's incarnation; those that are closing, or could not be closed, are not among them.
+        self._healthy: dict[int, Endpoint] = {}
+        self._retired: OrderedDict[bytes, None] = OrderedDict()
+
+    def of_sender(self, sender: Peer) -> tuple[Endpoint, list[int]]:
+        """The sender's endpoint, opened when first used, and superfluous ones, which the caller closes at the engine.
+
+        Its address is one that no closed endpoint had: a sender that was fenced while it stood still may connect to the
+        old address again, and its writes would be as good as ever. Raises FabricError.
+        """
+        superfluous: list[int] = []
+        endpoint = self._healthy.get(sender.incarnation)
+        if endpoint is None:
+            number, address = self._engine.open_endpoint()
+            while address in self._retired:
+                # Still open while the next is opened, which so gets another address.
+                superfluous.append(number)
+                number, address = self._engine.open_endpoint()
+            endpoint = Endpoint(number, address, sender)
+            self._all[number] = self._healthy[sender.incarnation] = endpoint
+        endpoint.used = time.monotonic()
+        return endpoint, superfluous
+
+    def healthy(self, incarnation: int) -> Endpoint | None:
+        return self._healthy.get(incarnation)
+
+    def idle(self, since: float) -> list[Endpoint]:
+        """Those without an inbox, and without one since that time (time.monotonic), that are not closing."""
+        return [item for item in self._all.values() if not item.inboxes and not item.closing and item.used < since]
+
+    def begin_close(self, endpoint: Endpoint) -> bool:
+        """Gives it to nobody any more: whether the caller is to close it at the engine, or somebody does already."""
+        if endpoint.closing:
+            return False
+        endpoint.closing = True
+        if self._healthy.get(endpoint.sender.incarnation) is endpoint:
+            del self._healthy[endpoint.sender.incarnation]
+        self._retired[endpoint.address] = None
+        if len(self._retired) > MAX_RETIRED:
+            self._retired.popitem(last=False)
+        return True
+
+    def end_close(self, number: int, closed: bool) -> Endpoint:
+        """What became of it; it may be tried again if it is not closed."""
+        endpoint = self._all[number]
+        endpoint.closing = False
+        if closed:
+            del self._all[number]
+        return endpoint
+
+    def __contains__(self, endpoint: Endpoint) -> bool:
+        """Whether it is not closed."""
+        return endpoint.number in self._all
