@@ -15,7 +15,7 @@ from baton_actors import handles
 from baton_fabric.engine import Chunk, FabricEngine, Stream
 from baton_fabric.errors import FabricError
 from baton_kv.immediate import wire_generation
-from baton_kv.plan import LayoutMismatch, plan_pairs
+from baton_kv.plan import LayoutMismatch
 from baton_kv.transfer.outcome import Ended, Outcome
 from baton_kv.transfer.sending import Action, CancelWrites, Disconnect, TellReceiver, TransferLife
 from baton_kv.transfer.tombstones import MAX_RECEIVERS, Tombstones
@@ -28,6 +28,7 @@ from .messages import AddSession, EndSession, PeerLost, Tick
 from .options import AgentOptions
 from .peers import Peers, Watch
 from .session import SessionView
+from .streams import plan_streams
 from .wire import Peer, RemoteInbox, check_pages
 from .working import WorkingActor
 
@@ -179,7 +180,7 @@ class Sender(WorkingActor):
         if len(self._transfers) >= self._options.max_transfers:
             raise TooManyTransfers(self._options.max_transfers)
         number = self._last_number + 1
-        streams = _plan(view, inbox, number)
+        streams = plan_streams(view, inbox, number)
         self._last_number = number
         transfer = _Transfer(number, message, view, streams, asyncio.get_running_loop().create_future())
         self._transfers[number] = self._by_inbox[inbox.key] = transfer
@@ -425,35 +426,6 @@ class Sender(WorkingActor):
     async def _expire(self, number: int) -> None:
         await asyncio.sleep(self._options.drain_timeout)
         self.tell(_DrainExpired(number))
-
-
-def _plan(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Stream]:
-    """Who writes what into which region. Raises baton_kv's LayoutMismatch."""
-    pairs = plan_pairs(
-        ours.cache.shards,
-        inbox.cache.shards,
-        ours.cache.layout,
-        inbox.cache.layout,
-        inbox.data_parallel_rank,
-        seed,
-    )
-    streams: list[Stream] = []
-    for pair in pairs:
-        remote = inbox.regions[pair.destination_rank]
-        streams.append(
-            Stream(
-                source_region=ours.ranks[pair.source_rank].region,
-                source_layer_stride=pair.source.layer_bytes,
-                source_page_stride=pair.source.page_bytes,
-                remote_key=remote.key,
-                remote_base=remote.base,
-                remote_length=remote.length,
-                remote_layer_stride=pair.destination.layer_bytes,
-                remote_page_stride=pair.destination.page_bytes,
-                extents=pair.extents,
-            )
-        )
-    return streams
 
 
 def _stats(stats: Any) -> common_pb2.TransferStats:
