@@ -106,16 +106,9 @@ stamped() { [ -f "$STAMPS/$1" ] && [ "$(cat "$STAMPS/$1")" = "$2" ]; }
 stamp() { printf '%s\n' "$2" >"$STAMPS/$1"; }
 
 # --- Python packages ------------------------------------------------------------------------------------------------
-# Without a GPU the wheels of PyTorch's CPU index do: they are a tenth of PyPI's, which bring CUDA along. Where pip is
-# configured with package sources of its own, those decide.
+# PyPI's torch for x86-64 brings CUDA along; an index with CPU wheels, named in BATON_TORCH_INDEX, saves gigabytes.
 torch_index() {
-    if [ -n "${BATON_TORCH_INDEX:-}" ]; then
-        echo "--extra-index-url=$BATON_TORCH_INDEX"
-    elif [ -e /dev/nvidiactl ] || "${PIP[@]}" config list 2>/dev/null | grep -E 'find-links|index-url' >/dev/null; then
-        return
-    else
-        echo --extra-index-url=https://download.pytorch.org/whl/cpu
-    fi
+    if [ -n "${BATON_TORCH_INDEX:-}" ]; then echo "--extra-index-url=$BATON_TORCH_INDEX"; fi
 }
 
 NATIVE="$(hash_of protos CMakeLists.txt libs/baton_fabric/native)"
