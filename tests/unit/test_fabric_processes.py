@@ -25,12 +25,12 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def opened(provider: str) -> Iterator[Open]:
-    """Opens a pair of 128 MiB for this test, with a child as the receiver or the sender."""
+    """Opens a pair of 64 MiB for this test, with a child as the receiver or the sender."""
     with ExitStack() as stack:
 
         def open_pair(remote: str, post_timeout_ms: int = 5000) -> Pair:
             context: AbstractContextManager[Pair] = pair(
-                provider, remote=remote, layers=2, pages=64, page_bytes=MIB, post_timeout_ms=post_timeout_ms
+                provider, remote=remote, layers=2, pages=32, page_bytes=MIB, post_timeout_ms=post_timeout_ms
             )
             both = stack.enter_context(context)
             both.sender.fill()
@@ -78,7 +78,7 @@ def test_a_killed_receiver_fails_its_transfers_within_a_second(opened: Open, pro
     both.sender.engine.deregister_region(both.sender.region)  # nothing reads it any more
 
     # The survivor serves the next receiver.
-    shape = {"layers": 2, "pages": 64, "page_bytes": MIB}
+    shape = {"layers": 2, "pages": 32, "page_bytes": MIB}
     successor = make_side(provider, remote=True, **shape)
     both.sender.region, _, _ = both.sender.engine.register_region(both.sender.memory.fd, both.sender.memory.length)
     both.receiver.close()
@@ -122,7 +122,7 @@ def test_a_killed_sender_leaves_a_receiver_that_can_fence_itself(opened: Open, p
     dropped = both.receiver.engine.close_endpoint(both.endpoint)
     landed = both.receiver.bytes.copy()
     assert (3, 0) in dropped
-    successor = make_side(provider, remote=True, layers=2, pages=64, page_bytes=MIB)
+    successor = make_side(provider, remote=True, layers=2, pages=32, page_bytes=MIB)
     successor.fill(7)
     both.sender.close()
     both.sender = successor
@@ -146,3 +146,15 @@ def test_a_stopped_sender_writes_nothing_more_after_the_fence(opened: Open) -> N
     assert sorted(each.transfer for each in ended) == transfers
     assert (both.receiver.bytes == landed).all()
     assert both.receiver.metric("inboxes") == 0
+
+
+def test_a_sender_that_was_stopped_itself_blames_nobody(opened: Open) -> None:
+    both = opened("sender", post_timeout_ms=500)
+    start_all(both)
+    both.sender.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait_until(lambda: time.monotonic() > stopped + 1.5, "three timeouts pass")
+    both.sender.signal(signal.SIGCONT)
+    both.sender.wait(TransferDone)
+    both.receiver.wait(InboxFull)
+    assert (both.receiver.bytes == both.sender.bytes).all()

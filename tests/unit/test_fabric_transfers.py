@@ -221,17 +221,18 @@ def test_more_extents_than_expected_is_a_violation_reported_once(both: Pair, pag
     assert both.receiver.metric("inboxes_full") == full_before
 
 
-def test_a_long_transfer_does_not_hold_back_a_short_one(both: Pair) -> None:
-    run = Run(both)
-    pages = list(range(0, both.sender.pages, 2))
-    long, short = both.open(pages, pages), both.open([1], [1])
-    both.run_step(run.step)  # all is ready at once, the long one first
-    both.sender.engine.submit_chunks([(long, run.base, 0, len(pages), True), (short, run.base, 0, 1, True)])
-    done = both.sender.wait(TransferDone, count=2)
-    for full in both.receiver.wait(InboxFull, count=2):
-        both.receiver.engine.close_inbox(full.slot, full.generation)
-    assert {each.transfer for each in done} == {long, short}
-    assert moved(both, [*pages, 1], [*pages, 1])
+@pytest.mark.parametrize("page_bytes", [64, 64 << 10], ids=["small writes", "large writes"])
+def test_a_long_transfer_does_not_hold_back_a_short_one(page_bytes: int) -> None:
+    with pair("tcp", layers=2, pages=1024, page_bytes=page_bytes) as both:
+        both.sender.fill()
+        pages = list(range(0, 1024, 2))
+        long, short = both.open(pages, pages), both.open([1], [1])
+        both.run_step(0)  # all is ready at once, the long one first
+        both.sender.engine.submit_chunks([(long, 0, 0, len(pages), True), (short, 0, 0, 1, True)])
+        done = both.sender.wait(TransferDone, count=2)
+        assert [each.transfer for each in done] == [short, long]
+        both.receiver.wait(InboxFull, count=2)
+        assert moved(both, [*pages, 1], [*pages, 1])
 
 
 @st.composite

@@ -70,10 +70,10 @@ LayerCounter &CounterTable::at(uint64_t id) {
 void CounterTable::check_unused(uint64_t id) {
     const LayerCounter &counter = at(id);
     if (counter.transfers != 0) {
-        throw in_use("COUNTER_IN_USE",
-                     "counter " + std::to_string(id) + " is used by " + std::to_string(counter.transfers) +
-                         " transfers",
-                     {{"counter", std::to_string(id)}, {"transfers", std::to_string(counter.transfers)}});
+        throw in_use(
+            "COUNTER_IN_USE",
+            "counter " + std::to_string(id) + " is used by " + std::to_string(counter.transfers) + " transfers",
+            {{"counter", std::to_string(id)}, {"transfers", std::to_string(counter.transfers)}});
     }
 }
 

@@ -65,8 +65,7 @@ bool Domain::may_block() {
             wait_fids_.push_back(queue->wait_fid());
         }
     }
-    return wait_fids_.empty() ||
-           fi_trywait(fabric_.get(), wait_fids_.data(), static_cast<int>(wait_fids_.size())) == 0;
+    return wait_fids_.empty() || fi_trywait(fabric_.get(), wait_fids_.data(), static_cast<int>(wait_fids_.size())) == 0;
 }
 
 }  // namespace baton::fabric

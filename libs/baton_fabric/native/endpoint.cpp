@@ -50,8 +50,7 @@ fi_addr_t Endpoint::insert(const std::string &address) {
     return peer;
 }
 
-ssize_t Endpoint::post(const Write &write, fi_addr_t peer, uint32_t immediate, bool delivery_complete,
-                       void *context) {
+ssize_t Endpoint::post(const Write &write, fi_addr_t peer, uint32_t immediate, bool delivery_complete, void *context) {
     iovec local{const_cast<void *>(write.source), write.length};
     fi_rma_iov remote{write.remote_address, write.length, write.remote_key};
     void *descriptor = write.descriptor;

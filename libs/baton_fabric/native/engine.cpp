@@ -15,8 +15,7 @@ namespace baton::fabric {
 
 // Shared with the progress thread, so that it stays valid for one that never returns from the provider.
 struct Engine::Core {
-    explicit Core(const Options &options)
-        : progress(std::make_unique<Progress>(options, commands, events, metrics)) {}
+    explicit Core(const Options &options) : progress(std::make_unique<Progress>(options, commands, events, metrics)) {}
 
     CommandQueue commands;
     EventQueue events;
@@ -67,13 +66,11 @@ void Engine::close() {
 
 template <class Function> auto Engine::call(Function function, uint64_t timeout_ns) {
     using Result = decltype(function(*core_->progress));
-    const auto closed = [] {
-        return Error("the engine is closed", "FAILED_PRECONDITION", "ENGINE_CLOSED");
-    };
+    const auto closed = [] { return Error("the engine is closed", "FAILED_PRECONDITION", "ENGINE_CLOSED"); };
     auto promise = std::make_shared<std::promise<Result>>();
     auto future = promise->get_future();
-    const bool taken =
-        core_->commands.push([promise = std::move(promise), function = std::move(function), core = core_.get()]() mutable {
+    const bool taken = core_->commands.push(
+        [promise = std::move(promise), function = std::move(function), core = core_.get()]() mutable {
             try {
                 if constexpr (std::is_void_v<Result>) {
                     function(*core->progress);
@@ -124,9 +121,8 @@ void Engine::deregister_region(uint64_t region) {
 uint64_t Engine::attach_counter(int memory_fd, int doorbell_fd) {
     auto memory = std::make_shared<UniqueFd>(UniqueFd::duplicate(memory_fd));
     auto doorbell = std::make_shared<UniqueFd>(UniqueFd::duplicate(doorbell_fd));
-    return call([memory, doorbell](Progress &progress) {
-        return progress.attach_counter(memory->get(), doorbell->get());
-    });
+    return call(
+        [memory, doorbell](Progress &progress) { return progress.attach_counter(memory->get(), doorbell->get()); });
 }
 
 void Engine::detach_counter(uint64_t counter) {

@@ -25,18 +25,14 @@ Error in_use(const char *reason, std::string message, Error::Fields fields) {
 
 Error fabric_call_failed(const char *call, long result) {
     const char *text = fi_strerror(static_cast<int>(-result));
-    return {std::string(call) + " failed: " + text,
-            "INTERNAL",
-            "FABRIC_CALL_FAILED",
-            {{"call", call}, {"error", text}}};
+    return {
+        std::string(call) + " failed: " + text, "INTERNAL", "FABRIC_CALL_FAILED", {{"call", call}, {"error", text}}};
 }
 
 Error system_call_failed(const char *call) {
     const char *text = std::strerror(errno);
-    return {std::string(call) + " failed: " + text,
-            "INTERNAL",
-            "SYSTEM_CALL_FAILED",
-            {{"call", call}, {"error", text}}};
+    return {
+        std::string(call) + " failed: " + text, "INTERNAL", "SYSTEM_CALL_FAILED", {{"call", call}, {"error", text}}};
 }
 
 }  // namespace baton::fabric

@@ -17,7 +17,8 @@ uint64_t between_us(uint64_t from_ns, uint64_t to_ns) {
 uint64_t TransferStats::duration_us() const { return between_us(first_post_ns, last_completion_ns); }
 
 uint64_t TransferStats::overlapped_us() const {
-    return final_layer_ns == 0 ? duration_us() : between_us(first_post_ns, std::min(final_layer_ns, last_completion_ns));
+    return final_layer_ns == 0 ? duration_us()
+                               : between_us(first_post_ns, std::min(final_layer_ns, last_completion_ns));
 }
 
 uint64_t TransferStats::exposed_us() const { return between_us(final_layer_ns, last_completion_ns); }

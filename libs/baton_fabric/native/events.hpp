@@ -65,8 +65,8 @@ struct EngineFailed {
     std::string detail;
 };
 
-using Event = std::variant<InboxFull, InboxViolation, TransferDone, TransferFailed, TransferCancelled, PeerFailed,
-                           EngineFailed>;
+using Event =
+    std::variant<InboxFull, InboxViolation, TransferDone, TransferFailed, TransferCancelled, PeerFailed, EngineFailed>;
 
 // From the progress thread to whoever waits on fd().
 class EventQueue {

@@ -17,9 +17,9 @@ void InboxTable::open(uint64_t endpoint, uint64_t slot, uint64_t generation, uin
     }
     Inbox &inbox = slots_[slot];
     if (inbox.state != Inbox::State::kClosed) {
-        throw Error("inbox slot " + std::to_string(slot) + " is in use by generation " +
-                        std::to_string(inbox.generation),
-                    "ALREADY_EXISTS", "SLOT_IN_USE", {{"slot", std::to_string(slot)}});
+        throw Error(
+            "inbox slot " + std::to_string(slot) + " is in use by generation " + std::to_string(inbox.generation),
+            "ALREADY_EXISTS", "SLOT_IN_USE", {{"slot", std::to_string(slot)}});
     }
     for (const auto region : regions) {
         regions_.at(region);
@@ -27,8 +27,8 @@ void InboxTable::open(uint64_t endpoint, uint64_t slot, uint64_t generation, uin
     for (const auto region : regions) {
         ++regions_.at(region).inboxes;
     }
-    inbox = Inbox{Inbox::State::kWaiting, static_cast<uint32_t>(generation), endpoint, expected, 0, 0,
-                  std::move(regions)};
+    inbox =
+        Inbox{Inbox::State::kWaiting, static_cast<uint32_t>(generation), endpoint, expected, 0, 0, std::move(regions)};
     ++active_;
     metrics_.inboxes.add();
     if (expected == 0) {
@@ -42,8 +42,7 @@ void InboxTable::arrived(uint32_t bits, uint64_t now) {
     const auto immediate = Immediate::decode(bits);
     Inbox &inbox = slots_[immediate.slot];
     metrics_.immediates.add();
-    if (inbox.state == Inbox::State::kClosed ||
-        immediate.generation != inbox.generation % Immediate::kGenerations) {
+    if (inbox.state == Inbox::State::kClosed || immediate.generation != inbox.generation % Immediate::kGenerations) {
         metrics_.stale_immediates.add();
         return;
     }

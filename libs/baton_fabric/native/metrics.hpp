@@ -17,34 +17,34 @@ class Counter64 {
     std::atomic<uint64_t> value_{0};
 };
 
-#define BATON_FABRIC_METRICS(X)                                                                                        \
-    X(bytes)                                                                                                           \
-    X(writes)                                                                                                          \
-    X(extents)                                                                                                         \
-    X(completions)                                                                                                     \
-    X(delivery_completions)                                                                                            \
-    X(write_errors)                                                                                                    \
-    X(eagain)                                                                                                          \
-    X(transfers_done)                                                                                                  \
-    X(transfers_failed)                                                                                                \
-    X(transfers_cancelled)                                                                                             \
-    X(peers_failed)                                                                                                    \
-    X(immediates)                                                                                                      \
-    X(extents_received)                                                                                                \
-    X(stale_immediates)                                                                                                \
-    X(violations)                                                                                                      \
-    X(inboxes_full)                                                                                                    \
-    X(late_chunks)                                                                                                     \
-    X(receive_errors)                                                                                                  \
-    X(wakeups)                                                                                                         \
-    X(transfers)                                                                                                       \
-    X(inboxes)                                                                                                         \
-    X(regions)                                                                                                         \
-    X(retired_regions)                                                                                                 \
-    X(peers)                                                                                                           \
-    X(endpoints)                                                                                                       \
-    X(counters)                                                                                                        \
-    X(writes_in_flight)                                                                                                \
+#define BATON_FABRIC_METRICS(X) \
+    X(bytes)                    \
+    X(writes)                   \
+    X(extents)                  \
+    X(completions)              \
+    X(delivery_completions)     \
+    X(write_errors)             \
+    X(eagain)                   \
+    X(transfers_done)           \
+    X(transfers_failed)         \
+    X(transfers_cancelled)      \
+    X(peers_failed)             \
+    X(immediates)               \
+    X(extents_received)         \
+    X(stale_immediates)         \
+    X(violations)               \
+    X(inboxes_full)             \
+    X(late_chunks)              \
+    X(receive_errors)           \
+    X(wakeups)                  \
+    X(transfers)                \
+    X(inboxes)                  \
+    X(regions)                  \
+    X(retired_regions)          \
+    X(peers)                    \
+    X(endpoints)                \
+    X(counters)                 \
+    X(writes_in_flight)         \
     X(bytes_in_flight)
 
 // The meaning of each is told in _native.pyi.

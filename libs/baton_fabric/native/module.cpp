@@ -26,8 +26,8 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
 Engine::StreamRequest to_stream(const StreamTuple &tuple) {
     const auto &[region, source_layer, source_page, key, base, length, remote_layer, remote_page, extents] = tuple;
-    Engine::StreamRequest request{region, {nullptr, source_layer, source_page, key, base, length, remote_layer,
-                                           remote_page, {}}};
+    Engine::StreamRequest request{
+        region, {nullptr, source_layer, source_page, key, base, length, remote_layer, remote_page, {}}};
     request.stream.extents.reserve(extents.size());
     for (const auto &[source, destination, size] : extents) {
         request.stream.extents.push_back({source, destination, size});
@@ -39,8 +39,8 @@ void open_transfer(Engine &engine, uint64_t transfer, uint64_t peer, uint32_t sl
                    uint64_t counter, uint64_t layers, const std::vector<StreamTuple> &streams,
                    std::vector<uint32_t> source_pages, std::vector<uint32_t> destination_pages) {
     if (slot >= Immediate::kSlots) {
-        throw invalid("BAD_ARGUMENT", "slot " + std::to_string(slot) + " is not below " +
-                                          std::to_string(Immediate::kSlots));
+        throw invalid("BAD_ARGUMENT",
+                      "slot " + std::to_string(slot) + " is not below " + std::to_string(Immediate::kSlots));
     }
     TransferPlan plan{transfer, slot, generation, layers, {}, std::move(source_pages), std::move(destination_pages)};
     std::vector<Engine::StreamRequest> requests;
@@ -203,8 +203,8 @@ NB_MODULE(_native, m) {
             nb::arg("address"))
         .def("disconnect", &Engine::disconnect, nb::arg("peer"), NoGil())
         .def("open_transfer", &open_transfer, nb::arg("transfer"), nb::arg("peer"), nb::arg("slot"),
-             nb::arg("generation"), nb::arg("counter"), nb::arg("layers"), nb::arg("streams"),
-             nb::arg("source_pages"), nb::arg("destination_pages"), NoGil())
+             nb::arg("generation"), nb::arg("counter"), nb::arg("layers"), nb::arg("streams"), nb::arg("source_pages"),
+             nb::arg("destination_pages"), NoGil())
         .def("submit_chunks", &submit_chunks, nb::arg("chunks"), NoGil())
         .def("cancel_transfer", &Engine::cancel_transfer, nb::arg("transfer"), NoGil());
 }

@@ -173,19 +173,19 @@ void Progress::turn() {
 }
 
 size_t Progress::poll(uint64_t now) {
-    const size_t count = domain_.poll(
-        [this, now](void *context) { sender_.completed(*static_cast<WriteContext *>(context), now); },
-        [this, now](uint32_t immediate) {
-            inboxes_.arrived(immediate, now);
-            linger_until_ns_ = std::max(linger_until_ns_, now + kArrivalLingerNs);
-        },
-        [this](const CompletionError &error) {
-            if (error.context != nullptr) {
-                sender_.write_failed(*static_cast<WriteContext *>(error.context), error.detail);
-            } else {
-                metrics_.receive_errors.add();
-            }
-        });
+    const size_t count =
+        domain_.poll([this, now](void *context) { sender_.completed(*static_cast<WriteContext *>(context), now); },
+                     [this, now](uint32_t immediate) {
+                         inboxes_.arrived(immediate, now);
+                         linger_until_ns_ = std::max(linger_until_ns_, now + kArrivalLingerNs);
+                     },
+                     [this](const CompletionError &error) {
+                         if (error.context != nullptr) {
+                             sender_.write_failed(*static_cast<WriteContext *>(error.context), error.detail);
+                         } else {
+                             metrics_.receive_errors.add();
+                         }
+                     });
     if (count == 0) {
         sender_.queue_empty();
     }

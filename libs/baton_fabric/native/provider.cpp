@@ -27,8 +27,7 @@ Info query(const std::string &name, const std::string &node, uint64_t order) {
     hints->caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
     hints->mode = FI_CONTEXT | FI_CONTEXT2;
     hints->ep_attr->type = FI_EP_RDM;
-    hints->domain_attr->mr_mode =
-        static_cast<int>(FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY | FI_MR_ALLOCATED);
+    hints->domain_attr->mr_mode = static_cast<int>(FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY | FI_MR_ALLOCATED);
     hints->domain_attr->threading = FI_THREAD_DOMAIN;
     hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
@@ -40,8 +39,8 @@ Info query(const std::string &name, const std::string &node, uint64_t order) {
     // shm names its endpoints by process; an IP address means nothing to it.
     const bool by_node = name != "shm" && !node.empty();
     fi_info *found = nullptr;
-    const int result = fi_getinfo(FI_VERSION(1, 11), by_node ? node.c_str() : nullptr, nullptr,
-                                  by_node ? FI_SOURCE : 0, hints.get(), &found);
+    const int result = fi_getinfo(FI_VERSION(1, 11), by_node ? node.c_str() : nullptr, nullptr, by_node ? FI_SOURCE : 0,
+                                  hints.get(), &found);
     if (result != 0) {
         return nullptr;
     }
@@ -50,8 +49,8 @@ Info query(const std::string &name, const std::string &node, uint64_t order) {
 
 // Asks for ordered writes first: a provider promises an order only where it was asked for.
 Info query(const std::string &name, const std::string &node) {
-    for (const uint64_t order : {static_cast<uint64_t>(kWriteAfterWrite), static_cast<uint64_t>(FI_ORDER_WAW),
-                                 static_cast<uint64_t>(0)}) {
+    for (const uint64_t order :
+         {static_cast<uint64_t>(kWriteAfterWrite), static_cast<uint64_t>(FI_ORDER_WAW), static_cast<uint64_t>(0)}) {
         Info found = query(name, node, order);
         // "tcp" alone also matches "tcp;ofi_rxm" in libfabric 1.x, where tcp itself has no RDM endpoints.
         for (const fi_info *info = found.get(); info != nullptr; info = info->next) {

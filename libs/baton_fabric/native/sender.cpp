@@ -13,7 +13,7 @@ namespace {
 constexpr uint64_t kWindow = 64;
 // Neighbours are joined up to here: over tcp 1 MiB moves at 5.6 GB/s, 256 KiB at 4 to 6, 4 MiB at 4.4.
 constexpr uint64_t kCoalescedBytes = 1 << 20;
-// A transfer posts this much, or one write, before the next has its turn; a peer four times as much.
+// A transfer posts at most this much, or one write, before the next has its turn; a peer four times as much.
 constexpr uint64_t kTransferTurnBytes = 256 << 10;
 constexpr uint64_t kPeerTurnBytes = 4 * kTransferTurnBytes;
 constexpr uint32_t kPeerTurnWrites = 32;
@@ -35,8 +35,7 @@ Sender::~Sender() = default;
 
 Peer &Sender::connect(const std::string &address) {
     auto contexts = take_contexts();
-    peers_.push_back(
-        std::make_unique<Peer>(next_peer_, domain_, address, std::move(contexts), window_, metrics_));
+    peers_.push_back(std::make_unique<Peer>(next_peer_, domain_, address, std::move(contexts), window_, metrics_));
     ++next_peer_;
     metrics_.peers.add();
     return *peers_.back();
@@ -65,8 +64,7 @@ void Sender::queue_empty() {
 }
 
 void Sender::disconnect(uint64_t id) {
-    const auto found =
-        std::find_if(peers_.begin(), peers_.end(), [id](const auto &peer) { return peer->id() == id; });
+    const auto found = std::find_if(peers_.begin(), peers_.end(), [id](const auto &peer) { return peer->id() == id; });
     if (found == peers_.end()) {
         return;
     }
@@ -85,19 +83,19 @@ void Sender::close(const char *reason) {
 }
 
 void Sender::open(uint64_t peer_id, LayerCounter &counter, TransferPlan plan, uint64_t now) {
-    const auto found = std::find_if(peers_.begin(), peers_.end(),
-                                    [peer_id](const auto &peer) { return peer->id() == peer_id; });
+    const auto found =
+        std::find_if(peers_.begin(), peers_.end(), [peer_id](const auto &peer) { return peer->id() == peer_id; });
     if (found == peers_.end()) {
         throw unknown("peer", "UNKNOWN_PEER", peer_id);
     }
     Peer &peer = **found;
     if (peer.failed()) {
-        throw Error("peer " + std::to_string(peer_id) + " failed earlier; connect again", "UNAVAILABLE",
-                    "PEER_FAILED", {{"peer", std::to_string(peer_id)}});
+        throw Error("peer " + std::to_string(peer_id) + " failed earlier; connect again", "UNAVAILABLE", "PEER_FAILED",
+                    {{"peer", std::to_string(peer_id)}});
     }
     if (transfers_.contains(plan.id)) {
-        throw Error("transfer " + std::to_string(plan.id) + " is open already", "ALREADY_EXISTS",
-                    "TRANSFER_EXISTS", {{"transfer", std::to_string(plan.id)}});
+        throw Error("transfer " + std::to_string(plan.id) + " is open already", "ALREADY_EXISTS", "TRANSFER_EXISTS",
+                    {{"transfer", std::to_string(plan.id)}});
     }
     auto transfer = std::make_unique<Transfer>(std::move(plan), counter, peer, limits_);
     Transfer &opened = *transfer;
@@ -310,15 +308,13 @@ void Sender::post_turn(Peer &peer, uint64_t now) {
         }
         const uint64_t before = transfer->stats.bytes;
         std::string error;
-        switch (peer.post(*transfer, now, error)) {
-        case Peer::Post::kPosted:
-            break;
-        case Peer::Post::kNoRoom:
-        case Peer::Post::kRefused:
-            return;
-        case Peer::Post::kFailed:
+        const auto result = peer.post(*transfer, now, error);
+        if (result == Peer::Post::kFailed) {
             fail(peer, "WRITE_FAILED", error);
             return;
+        }
+        if (result != Peer::Post::kPosted) {
+            break;
         }
         const uint64_t bytes = transfer->stats.bytes - before;
         peer_bytes += bytes;
@@ -337,6 +333,10 @@ void Sender::post_turn(Peer &peer, uint64_t now) {
             peer.rotate();
             transfer_bytes = 0;
         }
+    }
+    // However short the turn was, the next one is another transfer's.
+    if (transfer_bytes != 0) {
+        peer.rotate();
     }
 }
 

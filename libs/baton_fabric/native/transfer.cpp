@@ -46,16 +46,16 @@ Planned Planned::after(uint64_t transfer, const Chunk &chunk, uint64_t layers, u
                       fields);
     }
     if (chunk.pages > total - pages) {
-        throw invalid("CHUNK_TOO_LONG",
-                      name + " has " + std::to_string(chunk.pages) + " pages; " + std::to_string(total - pages) +
-                          " are left",
-                      fields);
+        throw invalid(
+            "CHUNK_TOO_LONG",
+            name + " has " + std::to_string(chunk.pages) + " pages; " + std::to_string(total - pages) + " are left",
+            fields);
     }
     if (chunk.last && pages + chunk.pages != total) {
-        throw invalid("LAST_CHUNK_SHORT",
-                      name + " is the last, but leaves " + std::to_string(total - pages - chunk.pages) +
-                          " pages unplanned",
-                      fields);
+        throw invalid(
+            "LAST_CHUNK_SHORT",
+            name + " is the last, but leaves " + std::to_string(total - pages - chunk.pages) + " pages unplanned",
+            fields);
     }
     if (chunk.counter_base > std::numeric_limits<uint64_t>::max() - layers) {
         throw invalid("BAD_ARGUMENT", name + " waits for a counter value beyond 2^64", fields);
@@ -89,12 +89,12 @@ void Transfer::check_bounds(const WriteLimits &limits) const {
                 throw invalid("BAD_ARGUMENT", "transfer " + std::to_string(plan_.id) + " has an extent of 0 bytes");
             }
             if (extent.length > limits.largest_message) {
-                throw invalid("EXTENT_TOO_LARGE",
-                              "an extent of " + std::to_string(extent.length) +
-                                  " bytes is larger than the provider's largest message, " +
-                                  std::to_string(limits.largest_message),
-                              {{"length", std::to_string(extent.length)},
-                               {"largest", std::to_string(limits.largest_message)}});
+                throw invalid(
+                    "EXTENT_TOO_LARGE",
+                    "an extent of " + std::to_string(extent.length) +
+                        " bytes is larger than the provider's largest message, " +
+                        std::to_string(limits.largest_message),
+                    {{"length", std::to_string(extent.length)}, {"largest", std::to_string(limits.largest_message)}});
             }
             source_end = std::max(source_end, Wide{extent.source} + extent.length);
             destination_end = std::max(destination_end, Wide{extent.destination} + extent.length);
@@ -105,10 +105,10 @@ void Transfer::check_bounds(const WriteLimits &limits) const {
         check_side(plan_.id, "source",
                    last_layer * stream.source_layer_stride + source_page * stream.source_page_stride + source_end,
                    stream.region->length());
-        check_side(plan_.id, "destination",
-                   last_layer * stream.remote_layer_stride + destination_page * stream.remote_page_stride +
-                       destination_end,
-                   stream.remote_length);
+        check_side(
+            plan_.id, "destination",
+            last_layer * stream.remote_layer_stride + destination_page * stream.remote_page_stride + destination_end,
+            stream.remote_length);
         if (stream.remote_base > std::numeric_limits<uint64_t>::max() - stream.remote_length) {
             throw invalid("OUT_OF_BOUNDS", "a destination region reaches beyond address 2^64");
         }
@@ -191,8 +191,7 @@ const Write &Transfer::prepare() {
         Write next;
         write_at(after_, next);
         if (static_cast<const char *>(next.source) != static_cast<const char *>(write_.source) + write_.length ||
-            next.remote_address != write_.remote_address + write_.length ||
-            write_.length + next.length > coalesced_) {
+            next.remote_address != write_.remote_address + write_.length || write_.length + next.length > coalesced_) {
             break;
         }
         write_.length += next.length;
