@@ -128,8 +128,8 @@ class Supervisor:
                     await self._escalate(RestartLimitExceeded(name, policy.limit, policy.period, last))
                     return
                 await asyncio.sleep(delay * random.uniform(0.8, 1.2))
-                successor = factory()
                 try:
+                    successor = factory()
                     await successor.start()
                 except Exception as error:
                     last = error

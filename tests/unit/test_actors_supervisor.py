@@ -94,6 +94,41 @@ async def test_a_successor_that_does_not_start_counts_as_a_restart():
     await supervisor.stop()
 
 
+async def test_a_factory_that_raises_counts_as_a_restart():
+    made = []
+
+    def factory():
+        made.append(None)
+        if len(made) in (2, 3):
+            raise OSError("nothing to make it of yet")
+        return Worker()
+
+    supervisor = Supervisor()
+    first = await supervisor.start("worker", factory, RestartPolicy(limit=3, **FAST))
+    first.tell(Fail())
+    await until(lambda: len(made) == 4 and supervisor.child("worker") is not first)
+    assert supervisor.child("worker").running
+    await supervisor.stop()
+
+
+async def test_a_factory_that_goes_on_raising_escalates(worker_type):
+    made = []
+
+    def factory():
+        made.append(None)
+        if len(made) > 1:
+            raise OSError("no room")
+        return Worker()
+
+    supervisor = Supervisor()
+    other = await supervisor.start("other", worker_type)
+    first = await supervisor.start("worker", factory, RestartPolicy(limit=2, **FAST))
+    first.tell(Fail())
+    with pytest.raises(RestartLimitExceeded, match="no room"):
+        await asyncio.wait_for(supervisor.join(), 5)
+    assert len(made) == 3 and not other.running
+
+
 async def test_the_first_start_is_the_callers():
     class Fragile(Worker):
         async def on_start(self):
