@@ -109,7 +109,8 @@ class TransferFailed:
     def transfer(self) -> int: ...
     @property
     def reason(self) -> str:
-        """UPPER_SNAKE: WRITE_FAILED, POST_TIMEOUT, WRITE_TIMEOUT, PEER_EXITED, DISCONNECTED, ENGINE_FAILED."""
+        """WRITE_FAILED, POST_TIMEOUT (nothing was accepted), WRITE_TIMEOUT (nothing was completed), PEER_EXITED,
+        DISCONNECTED, ENGINE_CLOSED or ENGINE_FAILED."""
     @property
     def quiesced(self) -> bool: ...
     @property
@@ -160,7 +161,8 @@ class Engine:
         """Opens the fabric and starts the progress thread. Takes milliseconds.
 
         provider: "auto" (the same as "tcp" now), "tcp" (the best RDM provider over tcp that libfabric has: tcp, net
-        or tcp;ofi_rxm), "shm", or any provider name of libfabric. node: local address to bind to, ignored by shm.
+        or tcp;ofi_rxm), "shm" (between processes of one host), or any provider name of libfabric; the rxm of libfabric
+        1.11 to 1.17 can crash the process if an endpoint is closed within a message, so prefer newer ones. node: local address to bind to, ignored by shm.
         spin: the thread never blocks; for a core of its own. post_timeout_ms: a peer that accepts and completes
         nothing for this long while there is work for it has failed; one write that is older than four times this
         fails its peer too.
@@ -240,7 +242,10 @@ class Engine:
 
     # Sending
     def connect(self, address: bytes) -> int:
-        """A sending endpoint of its own for the peer behind the address -> peer. Nothing is sent yet."""
+        """A sending endpoint of its own for the peer behind the address -> peer. Nothing is sent yet.
+
+        BAD_ADDRESS also for a shm address of this process: closing such endpoints would crash it.
+        """
     def disconnect(self, peer: int) -> None:
         """Closes the sending endpoint. Its transfers end as TransferFailed("DISCONNECTED").
 

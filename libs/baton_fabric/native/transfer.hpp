@@ -19,17 +19,34 @@ struct Extent {
     uint64_t length;
 };
 
+// How the pages of one side lie. Page numbers of a transfer count the smaller pages of its two sides: on the side with
+// the larger ones, `parts` of them make a page.
+struct Grid {
+    uint64_t layer_stride = 0;
+    uint64_t page_stride = 0;
+    uint64_t parts = 1;
+    uint64_t part_stride = 0;
+
+    uint64_t at(uint64_t layer, uint64_t page) const {
+        return layer * layer_stride +
+               (parts == 1 ? page * page_stride : page / parts * page_stride + page % parts * part_stride);
+    }
+};
+
 // What one source region sends into one destination region; see _native.pyi for the arithmetic.
 struct Stream {
     Region *region = nullptr;
-    uint64_t source_layer_stride = 0;
-    uint64_t source_page_stride = 0;
+    Grid source;
     uint64_t remote_key = 0;
     uint64_t remote_base = 0;
     uint64_t remote_length = 0;
-    uint64_t remote_layer_stride = 0;
-    uint64_t remote_page_stride = 0;
+    Grid remote;
+    // The layers that both regions hold: [first_layer, first_layer + layers).
+    uint64_t first_layer = 0;
+    uint64_t layers = 0;
     std::vector<Extent> extents;
+
+    bool has(uint64_t layer) const { return layer - first_layer < layers; }
 };
 
 // Where a transfer goes and which pages it has.
@@ -116,7 +133,9 @@ class Transfer {
         uint32_t extent = 0;
     };
 
+    void check_layers() const;
     void check_bounds(const WriteLimits &limits) const;
+    void choose_streams();
     bool step(Position &position, const Chunk &chunk) const;
     void write_at(const Position &position, Write &write) const;
     void begin_batch();
@@ -130,6 +149,9 @@ class Transfer {
 
     std::deque<Chunk> chunks_;
     uint64_t layer_ = 0;
+    // Those of the present layer. All, if `layered_` is false.
+    std::vector<const Stream *> active_;
+    bool layered_ = false;
     Position position_;
     Position after_;  // behind the prepared write
     Write write_;
