@@ -19,20 +19,47 @@ using namespace baton::fabric;
 namespace {
 
 using ExtentTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
-using StreamTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
+using PlainStream = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
                                std::vector<ExtentTuple>>;
+// first_layer, layers, source_parts, source_part_stride, remote_parts, remote_part_stride
+using PlacementTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+using PlacedStream = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
+                                std::vector<ExtentTuple>, std::optional<PlacementTuple>>;
+using StreamTuple = std::variant<PlainStream, PlacedStream>;
 using ChunkTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, bool>;
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
-Engine::StreamRequest to_stream(const StreamTuple &tuple) {
+// Without a placement: all layers, and pages of one size.
+Engine::StreamRequest to_stream(const PlainStream &tuple, const std::optional<PlacementTuple> &placement,
+                                uint64_t all_layers) {
     const auto &[region, source_layer, source_page, key, base, length, remote_layer, remote_page, extents] = tuple;
-    Engine::StreamRequest request{
-        region, {nullptr, source_layer, source_page, key, base, length, remote_layer, remote_page, {}}};
+    const auto [first_layer, layers, source_parts, source_part, remote_parts, remote_part] =
+        placement.value_or(PlacementTuple{0, all_layers, 1, 0, 1, 0});
+    Engine::StreamRequest request{region,
+                                  {nullptr,
+                                   {source_layer, source_page, source_parts, source_part},
+                                   key,
+                                   base,
+                                   length,
+                                   {remote_layer, remote_page, remote_parts, remote_part},
+                                   first_layer,
+                                   layers,
+                                   {}}};
     request.stream.extents.reserve(extents.size());
     for (const auto &[source, destination, size] : extents) {
         request.stream.extents.push_back({source, destination, size});
     }
     return request;
+}
+
+Engine::StreamRequest to_stream(const StreamTuple &tuple, uint64_t layers) {
+    if (const auto *plain = std::get_if<PlainStream>(&tuple)) {
+        return to_stream(*plain, std::nullopt, layers);
+    }
+    const auto &[region, source_layer, source_page, key, base, length, remote_layer, remote_page, extents, placement] =
+        std::get<PlacedStream>(tuple);
+    return to_stream({region, source_layer, source_page, key, base, length, remote_layer, remote_page, extents},
+                     placement, layers);
 }
 
 void open_transfer(Engine &engine, uint64_t transfer, uint64_t peer, uint32_t slot, uint32_t generation,
@@ -46,7 +73,7 @@ void open_transfer(Engine &engine, uint64_t transfer, uint64_t peer, uint32_t sl
     std::vector<Engine::StreamRequest> requests;
     requests.reserve(streams.size());
     for (const auto &stream : streams) {
-        requests.push_back(to_stream(stream));
+        requests.push_back(to_stream(stream, layers));
     }
     engine.open_transfer(peer, counter, std::move(plan), std::move(requests));
 }

@@ -12,6 +12,12 @@ namespace {
 
 __extension__ using Wide = unsigned __int128;
 
+// Behind the largest page of the last layer: an extent that begins here would be outside.
+Wide page_start(const Grid &grid, Wide last_layer, Wide page) {
+    return last_layer * grid.layer_stride + page / grid.parts * grid.page_stride +
+           Wide{grid.parts - 1} * grid.part_stride;
+}
+
 Wide largest(const std::vector<uint32_t> &pages) {
     return pages.empty() ? 0 : *std::max_element(pages.begin(), pages.end());
 }
@@ -74,14 +80,51 @@ Transfer::Transfer(TransferPlan plan, LayerCounter &counter, Peer &peer, const W
                       {{"transfer", std::to_string(plan_.id)}, {"layers", std::to_string(plan_.layers)}});
     }
     std::erase_if(plan_.streams, [](const Stream &stream) { return stream.extents.empty(); });
+    check_layers();
     check_bounds(limits);
+    active_.reserve(plan_.streams.size());
+    choose_streams();
+    layered_ = active_.size() != plan_.streams.size();
+}
+
+// Every layer needs a stream: the last write of each layer is the one that proves delivery.
+void Transfer::check_layers() const {
+    std::vector<bool> covered(plan_.streams.empty() ? 0 : plan_.layers);
+    for (const auto &stream : plan_.streams) {
+        if (stream.source.parts == 0 || stream.remote.parts == 0 || stream.layers == 0 ||
+            stream.first_layer >= plan_.layers || stream.layers > plan_.layers - stream.first_layer) {
+            throw invalid("BAD_ARGUMENT",
+                          "transfer " + std::to_string(plan_.id) + " has a stream of layers " +
+                              std::to_string(stream.first_layer) + " + " + std::to_string(stream.layers) +
+                              " with " + std::to_string(stream.source.parts) + " and " +
+                              std::to_string(stream.remote.parts) + " parts of a page; there are " +
+                              std::to_string(plan_.layers) + " layers, and at least 1 part",
+                          {{"transfer", std::to_string(plan_.id)}});
+        }
+        std::fill_n(covered.begin() + static_cast<std::ptrdiff_t>(stream.first_layer), stream.layers, true);
+    }
+    const auto bare = std::find(covered.begin(), covered.end(), false);
+    if (bare != covered.end()) {
+        const auto layer = std::to_string(bare - covered.begin());
+        throw invalid("BAD_ARGUMENT", "no stream of transfer " + std::to_string(plan_.id) + " has layer " + layer,
+                      {{"transfer", std::to_string(plan_.id)}, {"layer", layer}});
+    }
+}
+
+void Transfer::choose_streams() {
+    active_.clear();
+    for (const auto &stream : plan_.streams) {
+        if (stream.has(layer_)) {
+            active_.push_back(&stream);
+        }
+    }
 }
 
 void Transfer::check_bounds(const WriteLimits &limits) const {
     const Wide source_page = largest(plan_.source_pages);
     const Wide destination_page = largest(plan_.destination_pages);
-    const Wide last_layer = plan_.layers - 1;
     for (const auto &stream : plan_.streams) {
+        const Wide last_layer = stream.layers - 1;
         Wide source_end = 0;
         Wide destination_end = 0;
         for (const auto &extent : stream.extents) {
@@ -103,12 +146,9 @@ void Transfer::check_bounds(const WriteLimits &limits) const {
             continue;
         }
         check_side(plan_.id, "source",
-                   last_layer * stream.source_layer_stride + source_page * stream.source_page_stride + source_end,
-                   stream.region->length());
-        check_side(
-            plan_.id, "destination",
-            last_layer * stream.remote_layer_stride + destination_page * stream.remote_page_stride + destination_end,
-            stream.remote_length);
+                   page_start(stream.source, last_layer, source_page) + source_end, stream.region->length());
+        check_side(plan_.id, "destination",
+                   page_start(stream.remote, last_layer, destination_page) + destination_end, stream.remote_length);
         if (stream.remote_base > std::numeric_limits<uint64_t>::max() - stream.remote_length) {
             throw invalid("OUT_OF_BOUNDS", "a destination region reaches beyond address 2^64");
         }
@@ -147,6 +187,9 @@ bool Transfer::batch_ready() const {
 }
 
 void Transfer::begin_batch() {
+    if (layered_) {
+        choose_streams();
+    }
     position_ = {0, chunks_.front().first_page, 0};
     begun_ = false;
     prepared_ = false;
@@ -154,7 +197,7 @@ void Transfer::begin_batch() {
 
 // To the next extent; false behind the last of the batch.
 bool Transfer::step(Position &position, const Chunk &chunk) const {
-    if (++position.extent < plan_.streams[position.stream].extents.size()) {
+    if (++position.extent < active_[position.stream]->extents.size()) {
         return true;
     }
     position.extent = 0;
@@ -162,16 +205,17 @@ bool Transfer::step(Position &position, const Chunk &chunk) const {
         return true;
     }
     position.page = chunk.first_page;
-    return ++position.stream < plan_.streams.size();
+    return ++position.stream < active_.size();
 }
 
 void Transfer::write_at(const Position &position, Write &write) const {
-    const auto &stream = plan_.streams[position.stream];
+    const auto &stream = *active_[position.stream];
     const auto &extent = stream.extents[position.extent];
-    write.source = stream.region->bytes() + layer_ * stream.source_layer_stride +
-                   plan_.source_pages[position.page] * stream.source_page_stride + extent.source;
-    write.remote_address = stream.remote_base + layer_ * stream.remote_layer_stride +
-                           plan_.destination_pages[position.page] * stream.remote_page_stride + extent.destination;
+    const uint64_t layer = layer_ - stream.first_layer;
+    write.source =
+        stream.region->bytes() + stream.source.at(layer, plan_.source_pages[position.page]) + extent.source;
+    write.remote_address =
+        stream.remote_base + stream.remote.at(layer, plan_.destination_pages[position.page]) + extent.destination;
     write.length = extent.length;
     write.descriptor = stream.region->descriptor;
     write.remote_key = stream.remote_key;
