@@ -14,8 +14,10 @@ from fake_agent import FakeAgent, Refusal
 class Run:
     """One call; `answer` takes a RunResponse or an exception."""
 
-    def __init__(self, request: prefill_pb2.RunRequest) -> None:
+    def __init__(self, request: prefill_pb2.RunRequest, time_left: float | None = None) -> None:
+        """`time_left`: seconds until the caller's deadline."""
         self.request = request
+        self.time_left = time_left
         self.answer: asyncio.Future[prefill_pb2.RunResponse] = asyncio.get_running_loop().create_future()
         self.cancelled = False
 
@@ -66,7 +68,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         return self.runs[number]
 
     async def Run(self, request, context):
-        run = Run(request)
+        run = Run(request, context.time_remaining())
         self.runs.append(run)
         step = self.script.pop(0) if self.script else ""
         if step == "fill":
@@ -74,7 +76,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
                 self.receiver.fill(run.key)
             run.succeed(queue_us=3)
         elif step:
-            run.fail(step)
+            # "STATUS" or "STATUS REASON".
+            run.fail(*step.split())
         try:
             return await run.answer
         except asyncio.CancelledError:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 from baton.v1 import agent_pb2, common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 
+from baton_actors.deadline import Deadline
 from baton_config.sections import DecodeSettings
 from baton_kv.errors import KvError
 from baton_kv.plan import expected_extents, pages_to_transfer
@@ -23,7 +24,7 @@ from baton_worker.agent_session import AgentSession, Inbox
 from baton_worker.background import first_of
 from baton_worker.convert import layout_to_proto
 from baton_worker.engine_host import EngineHost
-from baton_worker.errors import AgentUnavailable, PrefillUnavailable, TransferBroken
+from baton_worker.errors import AgentUnavailable, ExceedsPagePool, PrefillUnavailable, TransferBroken
 from baton_worker.letting_go import let_go, until_quiesced
 from baton_worker.observation import CLOSING_INBOX
 from baton_worker.worker import Worker
@@ -54,6 +55,8 @@ class _Wanted:
     request: decode_pb2.DecodeGenerateRequest
     pages: Sequence[int]
     prefix_tokens: int
+    # The request's own.
+    deadline: Deadline
 
 
 class KvReceiver:
@@ -65,12 +68,18 @@ class KvReceiver:
         self._metrics = metrics
 
     async def fetch(
-        self, engine: EngineHost, request: decode_pb2.DecodeGenerateRequest, pages: Sequence[int], prefix_tokens: int
+        self,
+        engine: EngineHost,
+        request: decode_pb2.DecodeGenerateRequest,
+        pages: Sequence[int],
+        prefix_tokens: int,
+        deadline: Deadline,
     ) -> Received:
         """Has prompt positions [prefix_tokens, T - 1) written into `pages`, which start at position 0.
 
-        Raises PrefillUnavailable when the attempts are used up, a worker's refusal if it was about the request, or the
-        last one's if it was for want of room. Whatever happens, the pages are let go only when no write can follow.
+        Raises PrefillUnavailable when the attempts are used up, a worker's refusal if it was about the request, the
+        last one's if it was for want of room, or DeadlineExceeded. Whatever happens, the pages are let go only when no
+        write can follow.
         """
         candidates = [worker for worker in request.prefill_workers if self._compatible(engine, worker)]
         if not candidates:
@@ -78,7 +87,7 @@ class KvReceiver:
                 f"none of the {len(request.prefill_workers)} prefill workers offered serves this model and layout",
                 offered=len(request.prefill_workers),
             )
-        wanted = _Wanted(request, pages, prefix_tokens)
+        wanted = _Wanted(request, pages, prefix_tokens, deadline)
         attempts = self._settings.prefill_attempts
         failure: Exception | None = None
         for retries, worker in enumerate(itertools.islice(itertools.cycle(candidates), attempts)):
@@ -88,13 +97,18 @@ class KvReceiver:
                 failure = error
                 self._metrics.prefill_attempts.labels(outcome=error.reason.lower()).inc()
                 log.warning("request %s: prefill worker %s: %s", request.request_id, worker.worker_id, error)
-                if isinstance(error, RemoteError) and error.status == "INVALID_ARGUMENT":
+                if (
+                    isinstance(error, RemoteError)
+                    and error.status == "INVALID_ARGUMENT"
+                    and not for_want_of_room(error)
+                ):
                     # No other worker would take it either.
                     raise
+                deadline.check(f"request {request.request_id}")
                 continue
             self._metrics.prefill_attempts.labels(outcome="ok").inc()
             return received
-        if isinstance(failure, RemoteError) and failure.status == "RESOURCE_EXHAUSTED":
+        if isinstance(failure, RemoteError) and for_want_of_room(failure):
             raise failure
         raise PrefillUnavailable(
             f"no prefill worker could compute the prompt in {attempts} attempts; the last one: {failure}",
@@ -134,6 +148,7 @@ class KvReceiver:
         owner = ("inbox", session.session, *inbox.key)
         engine.reserver.hold(list(destination), owner)
         started = time.monotonic_ns()
+        limit = wanted.deadline.limited(self._settings.prefill_timeout_s)
         call = prefill.Run(
             prefill_pb2.RunRequest(
                 request_id=request.request_id,
@@ -142,11 +157,11 @@ class KvReceiver:
                 pages=destination,
                 prefix_tokens=prefix_tokens,
             ),
-            timeout=self._settings.prefill_timeout_s,
+            timeout=limit.remaining(),
         )
         run = self._worker.background.spawn(_result(call), f"Prefill.Run {request.request_id}")
         try:
-            full = await self._wait(inbox, run)
+            full = await self._wait(inbox, run, limit)
         except BaseException as error:
             call.cancel()
             closing = self._worker.background.spawn(
@@ -170,10 +185,9 @@ class KvReceiver:
         self._metrics.inbox_seconds.observe(inbox_ns / 1e9)
         return Received(worker.worker_id, inbox_ns // 1000, retries, run)
 
-    async def _wait(self, inbox: Inbox, run: asyncio.Task[PrefillResult]) -> agent_pb2.InboxFull:
+    async def _wait(self, inbox: Inbox, run: asyncio.Task[PrefillResult], limit: Deadline) -> agent_pb2.InboxFull:
         """Until the inbox is full; raises TransferBroken or RemoteError when that is not to be expected any more."""
-        timeout = self._settings.prefill_timeout_s
-        await first_of(inbox.ended, run, timeout=timeout)
+        await first_of(inbox.ended, run, timeout=limit.remaining())
         if not inbox.ended.done() and run.done():
             result = run.result()
             if isinstance(result, RemoteError):
@@ -198,6 +212,11 @@ class KvReceiver:
     async def _close(session: AgentSession, inbox: Inbox) -> None:
         outcome = await session.close_inbox(inbox)
         log.info("inbox %s closed: %s", inbox.key, outcome)
+
+
+def for_want_of_room(error: RemoteError) -> bool:
+    """Another prefill worker may have the pages, now or at all."""
+    return error.status == "RESOURCE_EXHAUSTED" or error.reason == ExceedsPagePool.reason
 
 
 async def _result(call: grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]) -> PrefillResult:

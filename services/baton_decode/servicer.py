@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
@@ -13,13 +12,16 @@ from typing import Any
 import grpc
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
+from baton_actors.deadline import Deadline
 from baton_config.sections import DecodeSettings
-from baton_decode.receiver import KvReceiver, Received
+from baton_decode.receiver import KvReceiver, Received, for_want_of_room
 from baton_engine import messages
 from baton_engine.messages import FinishReason, Sampling
 from baton_engine.scheduler import Finished, NewTokens, PrefillAdvanced, Sequence
 from baton_rpc.deadline import incoming_deadline
+from baton_rpc.errors import RemoteError
 from baton_telemetry.metrics import DecodeMetrics
+from baton_worker.background import first_of
 from baton_worker.engine_actor import SequenceStream
 from baton_worker.engine_host import EngineHost
 from baton_worker.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, PrefillUnavailable
@@ -81,7 +83,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._metrics.queue_seconds.observe(account.timeline.reserve_us / 1e6)
         submitted = False
         try:
-            computed = await self._bring_in(engine, request, pages, account)
+            computed = await self._bring_in(engine, request, pages, account, incoming_deadline(context))
             sequence = Sequence(
                 sequence_id=sequence_id,
                 token_ids=prompt,
@@ -129,6 +131,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         request: decode_pb2.DecodeGenerateRequest,
         pages: list[int],
         account: _Account,
+        deadline: Deadline,
     ) -> int:
         """Prompt tokens that need not be computed here: all but the last, once they have been written into `pages`."""
         remote = len(request.prompt_token_ids) - 1
@@ -137,11 +140,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             account.timeline.local_prefill = remote > 0
             return 0
         try:
-            account.received = await self._receiver.fetch(engine, request, pages, 0)
-        except PrefillUnavailable as error:
-            if policy == "never":
+            account.received = await self._receiver.fetch(engine, request, pages, 0, deadline)
+        except (PrefillUnavailable, RemoteError) as error:
+            unavailable = isinstance(error, PrefillUnavailable)
+            if policy == "never" or not (unavailable or for_want_of_room(error)):
                 raise
-            self._metrics.local_prefills.labels(cause=error.fields.get("cause", "").lower() or "none_offered").inc()
+            cause = (error.fields.get("cause") or "none_offered") if unavailable else error.reason
+            self._metrics.local_prefills.labels(cause=cause.lower()).inc()
             log.warning("request %s: computing the prompt here: %s", request.request_id, error)
             account.timeline.local_prefill = True
             return 0
@@ -163,14 +168,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         else self._metrics.inter_token_seconds
                     )
                     histogram.observe(interval)
-                    yield decode_pb2.DecodeGenerateResponse(
+                    response = decode_pb2.DecodeGenerateResponse(
                         token_ids=event.update.token_ids,
                         logprobs=[_logprobs(position) for position in event.update.logprobs],
                     )
+                    if account.has_news():
+                        response.usage.CopyFrom(account.usage(prompt_tokens))
+                        response.timeline.CopyFrom(account.timeline)
+                    yield response
                 case Finished(reason=reason) if reason in _REASONS:
                     yield decode_pb2.DecodeGenerateResponse(
                         finish_reason=_REASONS[reason],
-                        usage=common_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=account.tokens),
+                        usage=account.usage(prompt_tokens),
                         timeline=await account.close(),
                     )
                 case Finished(reason=reason):
@@ -186,6 +195,8 @@ class _Account:
         self._computed = 0
         self.tokens = 0
         self.received: Received | None = None
+        # Whether the prefill worker's account is in the timeline.
+        self._complete = False
         self.timeline = common_pb2.Timeline(decode_worker=worker_id)
 
     def reserved(self) -> None:
@@ -209,20 +220,37 @@ class _Account:
         self.tokens += 1
         return (now - since) / 1e9
 
+    def has_news(self) -> bool:
+        """With the first token, and when the prefill worker's account has come since: the timeline is worth telling."""
+        return self._take_account() or self.tokens == 1
+
+    def usage(self, prompt_tokens: int) -> common_pb2.Usage:
+        return common_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=self.tokens)
+
     async def close(self) -> common_pb2.Timeline:
         if self.tokens > 1:
             self.timeline.inter_token_us = (self._last_ns - self._first_ns) // 1000 // (self.tokens - 1)
         if self.received is not None:
-            self.timeline.inbox_us = self.received.inbox_us
-            self.timeline.prefill_retries = self.received.retries
-            self.timeline.prefill_worker = self.received.worker_id
-            done, _ = await asyncio.wait({self.received.run}, timeout=ACCOUNT_WAIT_S)
-            result = self.received.run.result() if done else None
-            if result is not None and not isinstance(result, Exception):
-                self.timeline.prefill_queue_us = result.queue_us
-                self.timeline.chunks.extend(result.chunks)
-                self.timeline.transfer.CopyFrom(result.transfer)
+            await first_of(self.received.run, timeout=ACCOUNT_WAIT_S)
+            self._take_account()
         return self.timeline
+
+    def _take_account(self) -> bool:
+        """Whether the prefill worker's account is in the timeline now and was not before."""
+        if self.received is None or self._complete:
+            return False
+        self.timeline.inbox_us = self.received.inbox_us
+        self.timeline.prefill_retries = self.received.retries
+        self.timeline.prefill_worker = self.received.worker_id
+        self._complete = self.received.run.done()
+        if not self._complete:
+            return False
+        result = self.received.run.result()
+        if not isinstance(result, Exception):
+            self.timeline.prefill_queue_us = result.queue_us
+            self.timeline.chunks.extend(result.chunks)
+            self.timeline.transfer.CopyFrom(result.transfer)
+        return True
 
 
 def _sampling(params: common_pb2.SamplingParams) -> Sampling:

@@ -37,8 +37,8 @@ class OutputAssembler:
     """One request's output.
 
     end_ids: tokens that end the generation; they count as completion tokens but are no text.
-    A stop string ends the output although the worker goes on: then the increment is finished, and the caller ends
-    the worker's stream.
+    A stop string ends the output although the worker goes on: then the increment is finished, with the usage and the
+    timeline as the worker told them last, and the caller ends the worker's stream.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tokens: int, stop: Sequence[str], end_ids: Collection[int]) -> None:
@@ -47,8 +47,14 @@ class OutputAssembler:
         self._end_ids = frozenset(end_ids)
         self._prompt_tokens = prompt_tokens
         self.completion_tokens = 0
+        self._usage = common_pb2.Usage()
+        self._timeline = common_pb2.Timeline()
 
     def take(self, response: decode_pb2.DecodeGenerateResponse) -> Increment:
+        if response.HasField("usage"):
+            self._usage = response.usage
+        if response.HasField("timeline"):
+            self._timeline = response.timeline
         increment = Increment()
         for index, token_id in enumerate(response.token_ids):
             self.completion_tokens += 1
@@ -70,8 +76,8 @@ class OutputAssembler:
             else:
                 increment.text += self._stop.flush()
         if increment.finished:
-            increment.timeline.CopyFrom(response.timeline)
-            increment.usage.CopyFrom(response.usage)
+            increment.timeline.CopyFrom(self._timeline)
+            increment.usage.CopyFrom(self._usage)
             increment.usage.prompt_tokens = self._prompt_tokens
             increment.usage.completion_tokens = self.completion_tokens
         return increment

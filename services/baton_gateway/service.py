@@ -167,6 +167,7 @@ class GatewayService:
         waiting = True
         in_flight = metrics.requests_in_flight.labels(api=arrival.api)
         in_flight.inc()
+        first_token: float | None = None
         last_token: float | None = None
         try:
             async with aclosing(self._dispatcher.stream(generation, trace)) as responses:
@@ -176,7 +177,8 @@ class GatewayService:
                     waiting = False
                     increment = assembler.take(response)
                     if increment.token_ids:
-                        if last_token is None:
+                        if first_token is None or last_token is None:
+                            first_token = now
                             metrics.time_to_first_token_seconds.observe(now - arrival.at)
                             metrics.prompt_tokens.inc(prompt_tokens)
                         else:
@@ -186,6 +188,8 @@ class GatewayService:
                     if increment.finished:
                         outcome = "ok"
                         _complete(increment.timeline, generation, trace)
+                        if first_token is not None and last_token is not None:
+                            _complete_rhythm(increment, last_token - first_token)
                     yield increment
                     if increment.finished:
                         return
@@ -235,3 +239,11 @@ def _complete(timeline: common_pb2.Timeline, generation: Generation, trace: Trac
     timeline.tokenize_us = generation.prompt.tokenize_us
     timeline.route_us = trace.route_us
     timeline.decode_worker = timeline.decode_worker or trace.decode_worker
+
+
+def _complete_rhythm(increment: Increment, seconds: float) -> None:
+    """A worker whose stream was ended at a stop string has not said how fast its tokens came; `seconds`: the first to
+    the last, as they came here."""
+    tokens = increment.usage.completion_tokens
+    if not increment.timeline.inter_token_us and tokens > 1:
+        increment.timeline.inter_token_us = int(seconds * 1e6 / (tokens - 1))

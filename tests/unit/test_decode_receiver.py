@@ -3,6 +3,7 @@ import asyncio
 import pytest
 from baton.v1 import common_pb2, decode_pb2, registry_pb2
 
+from baton_actors import Deadline, DeadlineExceeded
 from baton_decode import receiver as module
 from baton_decode.receiver import KvReceiver
 from baton_rpc import RemoteError
@@ -15,6 +16,7 @@ from fake_agent import Gate, refuse
 from fake_prefill import FakePrefill
 from worker_rig import worker_rig
 
+NEVER = Deadline.never()
 TOKENS = 10  # 9 to be prefilled: 3 pages of 4
 
 
@@ -45,11 +47,11 @@ def request(rig, candidates=None, **changes):
     )
 
 
-async def fetch(rig, message=None, prefix=0):
+async def fetch(rig, message=None, prefix=0, deadline=NEVER):
     """What the servicer does around it."""
     pages = await rig.host.reserver.reserve("request", 4, None)
     try:
-        return await rig.receiver.fetch(rig.host, message or request(rig), pages, prefix)
+        return await rig.receiver.fetch(rig.host, message or request(rig), pages, prefix, deadline)
     finally:
         rig.host.reserver.release("request")
 
@@ -209,6 +211,25 @@ async def test_want_of_room_is_told_if_no_other_worker_has_any(rig):
     with pytest.raises(RemoteError) as caught:
         await fetch(rig)
     assert caught.value.status == "RESOURCE_EXHAUSTED" and len(rig.prefills[1].runs) == 1
+    await nothing_is_left(rig)
+
+
+async def test_a_prompt_too_large_for_one_workers_pool_may_fit_anothers(rig):
+    rig.prefills[0].script = ["INVALID_ARGUMENT EXCEEDS_PAGE_POOL"]
+    rig.prefills[1].script = ["fill"]
+    assert (await fetch(rig)).worker_id == "p1"
+    for prefill in rig.prefills:
+        prefill.script = ["INVALID_ARGUMENT EXCEEDS_PAGE_POOL"]
+    with pytest.raises(RemoteError) as caught:
+        await fetch(rig)
+    assert caught.value.reason == "EXCEEDS_PAGE_POOL"
+    await nothing_is_left(rig)
+
+
+async def test_after_the_requests_deadline_no_other_worker_is_tried(rig):
+    with pytest.raises(DeadlineExceeded):
+        await fetch(rig, deadline=Deadline.after(0.05))
+    assert rig.prefills[0].runs[0].time_left <= 0.06 and not rig.prefills[1].runs
     await nothing_is_left(rig)
 
 

@@ -69,7 +69,7 @@ async def generate(rig, *arguments, **options):
         rig.prefill.script = ["fill"]
     messages = [message async for message in rig.stub.Generate(request(rig, *arguments, **options))]
     tokens = [token for message in messages for token in message.token_ids]
-    assert all(not message.finish_reason and not message.HasField("usage") for message in messages[:-1])
+    assert not any(message.finish_reason for message in messages[:-1])
     assert messages[-1].usage.completion_tokens == len(tokens)
     await rig.idle()
     return tokens, messages[-1], messages
@@ -219,6 +219,30 @@ async def test_the_timeline_says_where_the_time_went(rig):
     await rig.idle()
 
 
+async def test_whoever_ends_the_generation_itself_knows_the_timeline_so_far(rig):
+    rig.engine.automatic = False
+    call = rig.stub.Generate(request(rig, max_tokens=4))
+    run = await rig.prefill.run()
+    rig.agent.fill(run.key)
+    messages = []
+    for step in range(3):
+        await rig.engine.begun(step)
+        rig.engine.finish()
+        messages.append(await call.read())
+        if step == 0:
+            run.succeed(queue_us=6)
+            await until(lambda: len(rig.worker.background) == 0, "the prefill worker's account")
+    first, second, third = messages
+    assert first.usage.prompt_tokens == 10 and first.usage.completion_tokens == 1
+    assert first.timeline.time_to_first_token_us > 0 and first.timeline.prefill_worker == "p0"
+    assert (first.timeline.prefill_queue_us, second.timeline.prefill_queue_us) == (0, 6)
+    assert not third.HasField("usage") and not third.HasField("timeline")
+    await rig.engine.begun(3)
+    call.cancel()
+    rig.engine.finish()
+    await rig.idle()
+
+
 async def test_an_account_that_does_not_come_is_left_out(rig, monkeypatch):
     monkeypatch.setattr(module, "ACCOUNT_WAIT_S", 0.01)
     call = rig.stub.Generate(request(rig))
@@ -249,6 +273,30 @@ async def test_the_policy_fallback_computes_here_and_counts_it(rig):
     assert (await generate(rig, workers=[]))[1].timeline.local_prefill
     assert total(rig.metrics.local_prefills, cause="none_offered") == 1
     assert not (await generate(rig))[1].timeline.local_prefill
+
+
+@pytest.mark.parametrize("policy", ["fallback"], indirect=True)
+@pytest.mark.parametrize("refusal", ["RESOURCE_EXHAUSTED QUEUE_FULL", "INVALID_ARGUMENT EXCEEDS_PAGE_POOL"])
+async def test_the_policy_fallback_covers_prefill_workers_without_room(rig, refusal):
+    rig.prefill.script = [refusal, refusal]
+    tokens, last, _ = await generate(rig)
+    assert len(tokens) == 3 and last.timeline.local_prefill
+    assert total(rig.metrics.local_prefills, cause=refusal.split()[1].lower()) == 1
+
+
+@pytest.mark.parametrize("policy", ["fallback"], indirect=True)
+async def test_the_policy_fallback_computes_nothing_that_is_wrong(rig):
+    rig.prefill.script = ["INVALID_ARGUMENT"]
+    assert (await failure(rig.stub.Generate(request(rig)))).reason == "TEST"
+    assert not rig.engine.plans
+
+
+async def test_the_callers_deadline_reaches_the_prefill_worker(rig):
+    call = rig.stub.Generate(request(rig), timeout=20)
+    run = await rig.prefill.run()
+    assert 0 < run.time_left <= 20
+    call.cancel()
+    await rig.idle()
 
 
 @pytest.mark.parametrize("policy", ["always"], indirect=True)

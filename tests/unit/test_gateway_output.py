@@ -67,6 +67,18 @@ def test_a_stop_string_cuts_at_the_same_place_however_tokens_arrive(sizes: list[
     assert stop not in tokenizer().decode(tokens[:-1])
 
 
+def test_a_stop_string_ends_with_what_the_worker_told_last() -> None:
+    assembler = OutputAssembler(tokenizer(), 7, ("lo",), (EOS,))
+    hel, lo = tokenizer().encode("hel"), tokenizer().encode("lo")
+    told = {"usage": {"cached_tokens": 5}, "timeline": {"reserve_us": 3, "prefill_worker": "p0"}}
+    assert not assembler.take(decode_pb2.DecodeGenerateResponse(token_ids=hel, **told)).finished  # type: ignore[arg-type]
+    last = assembler.take(decode_pb2.DecodeGenerateResponse(token_ids=lo))
+    assert last.finish_reason == STOP
+    assert (last.usage.prompt_tokens, last.usage.cached_tokens) == (7, 5)
+    assert last.usage.completion_tokens == len(hel) + len(lo)
+    assert (last.timeline.reserve_us, last.timeline.prefill_worker) == (3, "p0")
+
+
 def test_an_end_token_counts_but_is_no_text() -> None:
     newline = tokenizer().encode("\n")[0]
     out, tokens, last = _run([*tokenizer().encode("hi"), newline], ends=(EOS, newline))
