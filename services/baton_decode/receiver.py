@@ -97,18 +97,14 @@ class KvReceiver:
                 failure = error
                 self._metrics.prefill_attempts.labels(outcome=error.reason.lower()).inc()
                 log.warning("request %s: prefill worker %s: %s", request.request_id, worker.worker_id, error)
-                if (
-                    isinstance(error, RemoteError)
-                    and error.status == "INVALID_ARGUMENT"
-                    and not for_want_of_room(error)
-                ):
+                if _about_the_request(error):
                     # No other worker would take it either.
                     raise
                 deadline.check(f"request {request.request_id}")
                 continue
             self._metrics.prefill_attempts.labels(outcome="ok").inc()
             return received
-        if isinstance(failure, RemoteError) and for_want_of_room(failure):
+        if failure is not None and for_want_of_room(failure):
             raise failure
         raise PrefillUnavailable(
             f"no prefill worker could compute the prompt in {attempts} attempts; the last one: {failure}",
@@ -214,9 +210,15 @@ class KvReceiver:
         log.info("inbox %s closed: %s", inbox.key, outcome)
 
 
-def for_want_of_room(error: RemoteError) -> bool:
-    """Another prefill worker may have the pages, now or at all."""
-    return error.status == "RESOURCE_EXHAUSTED" or error.reason == ExceedsPagePool.reason
+def for_want_of_room(error: Exception) -> bool:
+    """A prefill worker's refusal: another may have the pages, now or at all."""
+    return isinstance(error, RemoteError) and (
+        error.status == "RESOURCE_EXHAUSTED" or error.reason == ExceedsPagePool.reason
+    )
+
+
+def _about_the_request(error: Exception) -> bool:
+    return isinstance(error, RemoteError) and error.status == "INVALID_ARGUMENT" and not for_want_of_room(error)
 
 
 async def _result(call: grpc.aio.UnaryUnaryCall[prefill_pb2.RunRequest, prefill_pb2.RunResponse]) -> PrefillResult:

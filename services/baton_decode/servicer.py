@@ -142,10 +142,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         try:
             account.received = await self._receiver.fetch(engine, request, pages, 0, deadline)
         except (PrefillUnavailable, RemoteError) as error:
-            unavailable = isinstance(error, PrefillUnavailable)
-            if policy == "never" or not (unavailable or for_want_of_room(error)):
+            if policy == "never" or not (isinstance(error, PrefillUnavailable) or for_want_of_room(error)):
                 raise
-            cause = (error.fields.get("cause") or "none_offered") if unavailable else error.reason
+            cause = error.fields.get("cause") or "none_offered"
+            if isinstance(error, RemoteError):
+                cause = error.reason
             self._metrics.local_prefills.labels(cause=cause.lower()).inc()
             log.warning("request %s: computing the prompt here: %s", request.request_id, error)
             account.timeline.local_prefill = True

@@ -294,7 +294,7 @@ async def test_the_policy_fallback_computes_nothing_that_is_wrong(rig):
 async def test_the_callers_deadline_reaches_the_prefill_worker(rig):
     call = rig.stub.Generate(request(rig), timeout=20)
     run = await rig.prefill.run()
-    assert 0 < run.time_left <= 20
+    assert 0 < run.time_left < 21  # the wire has a clock of its own
     call.cancel()
     await rig.idle()
 
