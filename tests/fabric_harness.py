@@ -7,6 +7,7 @@ with a deadline.
 from __future__ import annotations
 
 import json
+import os
 import select
 import signal
 import socket
@@ -24,7 +25,18 @@ from baton_fabric._native import Engine
 from baton_fabric.errors import FabricError
 from baton_memory import LayerCounter, SharedMemory
 
-DEADLINE_S = 20.0
+# The same tests run over other fabrics: providers, separated by commas, and the local address to bind to. Where one is
+# emulated, everything takes longer.
+FABRICS = [each for each in os.environ.get("BATON_TEST_FABRICS", "").split(",") if each]
+NODE = os.environ.get("BATON_TEST_NODE", "127.0.0.1")
+SLOWNESS = float(os.environ.get("BATON_TEST_SLOWNESS", "1"))
+
+DEADLINE_S = 20.0 * SLOWNESS
+
+
+def fabrics(*usual: str) -> list[str]:
+    """The providers that a test runs over: `usual`, unless the environment names others."""
+    return FABRICS or list(usual)
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_S) -> None:
@@ -51,7 +63,7 @@ class Side:
         self.memory = memory
         self.layer_counter = layer_counter
         self.bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(shape)
-        self.engine: Any = Engine(provider, post_timeout_ms=post_timeout_ms)
+        self.engine: Any = Engine(provider, NODE, post_timeout_ms=post_timeout_ms)
         self.region, self.key, self.base = self.engine.register_region(memory.fd, memory.length)
         self.counter = self.engine.attach_counter(layer_counter.memory_fd, layer_counter.doorbell_fd)
         self.seen: list[Any] = []

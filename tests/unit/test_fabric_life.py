@@ -15,9 +15,9 @@ from baton_fabric._native import (
     TransferFailed,
 )
 from baton_fabric.errors import FabricError
-from fabric_harness import Pair, pair, wait_until
+from fabric_harness import Pair, fabrics, pair, wait_until
 
-PROVIDERS = ["tcp", "shm", "tcp;ofi_rxm"]
+PROVIDERS = fabrics("tcp", "shm", "tcp;ofi_rxm")
 MIB = 1 << 20
 
 
@@ -33,7 +33,7 @@ def both(provider: str) -> Iterator[Pair]:
         yield both
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=fabrics("tcp", "shm"))
 def large(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """128 MiB, so that bytes are in flight for a while; a peer that stops answering is noticed soon.
 
@@ -212,7 +212,7 @@ def test_closing_the_engine_ends_every_transfer_once(both: Pair) -> None:
 
 def test_a_peer_that_never_answers_fails_in_time() -> None:
     """The address of an endpoint that is gone: posts are refused for ever."""
-    with pair("tcp", post_timeout_ms=300) as both:
+    with pair(PROVIDERS[0], post_timeout_ms=300) as both:
         both.receiver.engine.close_endpoint(both.endpoint)
         both.sender.engine.open_transfer(
             5, both.peer, 0, 0, both.sender.counter, both.sender.layers, [both.stream()], [0], [0]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from baton_fabric._native import InboxFull, PeerFailed, TransferDone, TransferFailed
-from fabric_harness import Pair, make_side, pair, wait_until
+from fabric_harness import Pair, fabrics, make_side, pair, wait_until
 
 MIB = 1 << 20
-PROVIDERS = ["tcp", "shm"]
+PROVIDERS = fabrics("tcp", "shm")
 Open = Callable[..., Any]
 
 

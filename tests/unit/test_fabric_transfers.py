@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_fabric._native import Engine, InboxFull, InboxViolation, TransferDone
-from fabric_harness import Pair, make_side, pair, wait_until
+from fabric_harness import NODE, Pair, fabrics, make_side, pair, wait_until
 
-PROVIDERS = ["tcp", "shm", "tcp;ofi_rxm"]
+PROVIDERS = fabrics("tcp", "shm", "tcp;ofi_rxm")
+ONE = PROVIDERS[0]
 
 
 @pytest.fixture(scope="module", params=PROVIDERS)
@@ -223,7 +224,7 @@ def test_more_extents_than_expected_is_a_violation_reported_once(both: Pair, pag
 
 @pytest.mark.parametrize("page_bytes", [64, 64 << 10], ids=["small writes", "large writes"])
 def test_a_long_transfer_does_not_hold_back_a_short_one(page_bytes: int) -> None:
-    with pair("tcp", layers=2, pages=1024, page_bytes=page_bytes) as both:
+    with pair(ONE, layers=2, pages=1024, page_bytes=page_bytes) as both:
         both.sender.fill()
         pages = list(range(0, 1024, 2))
         long, short = both.open(pages, pages), both.open([1], [1])
@@ -307,7 +308,7 @@ def test_many_small_writes_are_neither_dropped_nor_counted_twice(provider: str) 
 
 
 def test_a_write_carries_at_most_4095_extents() -> None:
-    with pair("tcp", layers=1, pages=5000, page_bytes=16) as both:
+    with pair(ONE, layers=1, pages=5000, page_bytes=16) as both:
         both.sender.fill()
         pages = list(range(5000))
         transfer = both.open(pages, pages)
@@ -320,9 +321,9 @@ def test_a_write_carries_at_most_4095_extents() -> None:
 
 
 def test_two_senders_to_one_receiver_and_back() -> None:
-    with pair("tcp") as both:
+    with pair(ONE) as both:
         both.sender.fill(1)
-        third = make_side("tcp")
+        third = make_side(ONE)
         try:
             third.fill(2)
             endpoint, address = both.receiver.engine.open_endpoint()
@@ -343,9 +344,9 @@ def test_two_senders_to_one_receiver_and_back() -> None:
 
 
 def test_a_spinning_engine_moves_the_same_bytes() -> None:
-    with pair("tcp") as both:
+    with pair(ONE) as both:
         both.sender.fill()
-        spinning = Engine("tcp", spin=True)
+        spinning = Engine(ONE, NODE, spin=True)
         try:
             region, _, _ = spinning.register_region(both.sender.memory.fd, both.sender.memory.length)
             counter = spinning.attach_counter(
