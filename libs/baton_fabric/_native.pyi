@@ -14,13 +14,24 @@ from typing import TypeAlias
 Extent: TypeAlias = tuple[int, int, int]
 """(source_offset, destination_offset, length) within a page."""
 
-Stream: TypeAlias = tuple[int, int, int, int, int, int, int, int, Sequence[Extent]]
+Placement: TypeAlias = tuple[int, int, int, int, int, int]
+"""(first_layer, layers, source_parts, source_part_stride, remote_parts, remote_part_stride): see Stream."""
+
+Stream: TypeAlias = (
+    tuple[int, int, int, int, int, int, int, int, Sequence[Extent]]
+    | tuple[int, int, int, int, int, int, int, int, Sequence[Extent], Placement | None]
+)
 """What one source region sends into one destination region:
 
 (source_region, source_layer_stride, source_page_stride, remote_key, remote_base, remote_length, remote_layer_stride,
 remote_page_stride, extents of a page). Byte b of extent e of layer l of the pair of pages (s, d) goes from
 ``l * source_layer_stride + s * source_page_stride + e.source_offset + b`` of the region to
 ``l * remote_layer_stride + d * remote_page_stride + e.destination_offset + b`` of the remote one.
+
+With a placement the regions hold only the layers [first_layer, first_layer + layers), and l counts from first_layer.
+Where pages of the two sides have different sizes, a transfer's lists number the smaller ones: on the side whose pages
+consist of several parts, number n is part n % parts of page n // parts and lies at
+``n // parts * page_stride + n % parts * part_stride``. Every layer of a transfer must be in one of its streams.
 """
 
 Chunk: TypeAlias = tuple[int, int, int, int, bool]

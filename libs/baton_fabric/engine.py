@@ -28,6 +28,7 @@ __all__ = [
     "InboxFull",
     "InboxViolation",
     "PeerFailed",
+    "Placement",
     "RegisteredRegion",
     "Stream",
     "TransferCancelled",
@@ -49,10 +50,25 @@ class RegisteredRegion(NamedTuple):
     """What to add to an offset to address the region remotely."""
 
 
+class Placement(NamedTuple):
+    """Which layers a stream's regions hold, and in how many parts a page of each side falls.
+
+    Parts: pages of the other side that one of this side holds; 1 on at least one side. Strides in bytes.
+    """
+
+    first_layer: int
+    layers: int
+    source_parts: int = 1
+    source_part_stride: int = 0
+    remote_parts: int = 1
+    remote_part_stride: int = 0
+
+
 class Stream(NamedTuple):
     """What one source region sends into one destination region. Strides, offsets and lengths in bytes.
 
-    Extents: (source offset, destination offset, length) within a page. The arithmetic: ``_native.pyi``.
+    Extents: (source offset, destination offset, length) within a page, or within a part of one. Without a placement:
+    all layers, and pages of one size. The arithmetic: ``_native.pyi``.
     """
 
     source_region: int
@@ -64,6 +80,7 @@ class Stream(NamedTuple):
     remote_layer_stride: int
     remote_page_stride: int
     extents: Sequence[tuple[int, int, int]]
+    placement: Placement | None = None
 
 
 class Chunk(NamedTuple):
