@@ -2,7 +2,7 @@
 
 from baton_actors.actor import Actor, ActorStopped, MailboxFull, handles
 from baton_actors.deadline import Deadline, DeadlineExceeded
-from baton_actors.lifecycle import keeping_stop_signals, serve_until_signalled
+from baton_actors.lifecycle import first_to_end, keeping_stop_signals, serve_until_signalled
 from baton_actors.supervisor import Child, RestartLimitExceeded, RestartPolicy, Supervisor
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "RestartLimitExceeded",
     "RestartPolicy",
     "Supervisor",
+    "first_to_end",
     "handles",
     "keeping_stop_signals",
     "serve_until_signalled",

@@ -13,6 +13,19 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+async def first_to_end(*joins: Awaitable[object]) -> None:
+    """Until one of them ends; raises what it raised. The others are cancelled."""
+    tasks: list[asyncio.Future[object]] = [asyncio.ensure_future(join) for join in joins]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def serve_until_signalled(*failures: Awaitable[object]) -> signal.Signals | None:
     """Waits for SIGINT or SIGTERM, or for the first of ``failures`` (a supervisor's ``join()``, say) to end.
 

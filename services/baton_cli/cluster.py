@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baton_actors import RestartPolicy, Supervisor
+from baton_actors import RestartPolicy, Supervisor, first_to_end
 from baton_cli.child import PROGRAM, ServiceProcess
 from baton_cli.plan import ClusterPlan, ServicePlan
 from baton_cli.registered import wait_until_registered
@@ -43,15 +43,7 @@ class Cluster:
 
     async def join(self) -> None:
         """Until a service has used up its restarts. Raises RestartLimitExceeded."""
-        joins = [asyncio.ensure_future(supervisor.join()) for supervisor in self._supervisors.values()]
-        try:
-            done, _ = await asyncio.wait(joins, return_when=asyncio.FIRST_COMPLETED)
-            for join in done:
-                join.result()
-        finally:
-            for join in joins:
-                join.cancel()
-            await asyncio.gather(*joins, return_exceptions=True)
+        await first_to_end(*(supervisor.join() for supervisor in self._supervisors.values()))
 
     async def stop(self) -> None:
         """Idempotent. No process of the cluster is left when it returns."""

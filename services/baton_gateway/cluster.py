@@ -51,6 +51,11 @@ class Cluster:
             self._retire(key)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
+    async def join(self) -> None:
+        """Until `stop`; raises what the tidying failed of."""
+        if self._reaper is not None:
+            await asyncio.shield(self._reaper)
+
     # --- leases -------------------------------------------------------------------------------------------------------
 
     def register(self, worker: registry_pb2.WorkerInfo) -> tuple[int, int]:

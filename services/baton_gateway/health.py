@@ -55,6 +55,11 @@ class HealthReporter:
     async def start(self) -> None:
         self._task = asyncio.create_task(self._report(), name="health reporter")
 
+    async def join(self) -> None:
+        """Until `stop`; raises what the reporting failed of."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()

@@ -31,8 +31,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         service = self._service
         service.require_model(request.model)
         with service.admission.admit():
-            if request.sampling.max_tokens < 1:
-                raise InvalidRequest("max_tokens is 0; it must be at least 1", "max_tokens")
             prompt = await self._prompt(request)
             service.check(prompt, request.sampling, request.stop)
             generation = Generation(

@@ -8,7 +8,7 @@ import logging
 
 from baton.v1 import inference_pb2_grpc, registry_pb2_grpc
 
-from baton_actors import serve_until_signalled
+from baton_actors import first_to_end, serve_until_signalled
 from baton_config import Settings, resolve_model, served_name
 from baton_gateway.cluster import Cluster
 from baton_gateway.dispatch import Dispatcher
@@ -92,7 +92,7 @@ class Gateway:
 
     async def join(self) -> None:
         """Until a part ends that should not; raises what it failed of."""
-        await self._http.join()
+        await first_to_end(self._http.join(), self.cluster.join(), self._reporter.join())
 
     async def stop(self) -> None:
         await self._stack.aclose()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from baton.v1 import registry_pb2
 
 from baton_gateway.errors import InvalidWorker, LeaseNotFound
+from baton_rpc import AddressError, parse_address
 
 WorkerKey = tuple[str, int]
 """Worker id and incarnation."""
@@ -94,3 +95,9 @@ def _check(worker: registry_pb2.WorkerInfo) -> None:
             worker=worker.worker_id,
             missing=",".join(missing),
         )
+    if worker.role not in registry_pb2.WorkerRole.values():
+        raise InvalidWorker(f"worker {worker.worker_id!r} has the unknown role {worker.role}", worker=worker.worker_id)
+    try:
+        parse_address(worker.address)
+    except AddressError as error:
+        raise InvalidWorker(f"worker {worker.worker_id!r}: {error}", worker=worker.worker_id) from error

@@ -54,6 +54,19 @@ async def test_a_silent_worker_is_tidied_away_without_any_request() -> None:
         assert stack.gateway.cluster.workers() == []
 
 
+async def test_a_gateway_that_cannot_tidy_up_ends_instead_of_serving_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateway(lease_ttl_s=0.1) as stack:
+
+        def broken() -> None:
+            raise ValueError("broken")
+
+        monkeypatch.setattr(stack.gateway.cluster, "_expire", broken)
+        joining = asyncio.create_task(stack.gateway.join())
+        await stack.add(says())
+        with pytest.raises(ValueError, match="broken"):
+            await asyncio.wait_for(joining, 10)
+
+
 async def test_a_request_waits_for_a_worker_to_come() -> None:
     async with gateway(worker_wait_s=30.0) as stack:
         request = asyncio.create_task(_ask(stack))

@@ -88,7 +88,6 @@ async def test_token_ids_and_chats_as_prompts_and_stops(stack: Stack) -> None:
     ("request_", "status", "reason"),
     [
         (_request(model="other"), "NOT_FOUND", "MODEL_NOT_FOUND"),
-        (_request(max_tokens=0), "INVALID_ARGUMENT", "INVALID_REQUEST"),
         (_request(text=""), "INVALID_ARGUMENT", "INVALID_REQUEST"),
         (_request(stop=[""]), "INVALID_ARGUMENT", "INVALID_REQUEST"),
         (_request(max_tokens=512), "INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED"),
@@ -109,6 +108,18 @@ async def test_refusals_are_typed(
     error = await _refusal(stack.inference.Generate(request_))
     assert (error.status, error.reason) == (status, reason)
     assert worker.requests == []
+
+
+@pytest.mark.parametrize(("prompt_tokens", "expected"), [(5, 40), (500, 12)])
+async def test_without_max_tokens_the_gateways_default_holds_as_far_as_the_context_allows(
+    prompt_tokens: int, expected: int
+) -> None:
+    async with gateway(default_max_tokens=40) as stack:
+        worker = says()
+        await stack.add(worker)
+        request = inference_pb2.GenerateRequest(token_ids={"ids": [4] * prompt_tokens})  # type: ignore[arg-type]
+        assert [response async for response in stack.inference.Generate(request)]
+        assert worker.requests[0].sampling.max_tokens == expected
 
 
 async def test_no_worker_is_unavailable_with_the_reason(stack: Stack) -> None:

@@ -13,6 +13,7 @@ from baton_actors import (
     RestartLimitExceeded,
     RestartPolicy,
     Supervisor,
+    first_to_end,
     handles,
     keeping_stop_signals,
     serve_until_signalled,
@@ -187,6 +188,17 @@ async def test_serving_ends_with_a_failure():
 
     with pytest.raises(ValueError, match="gave up"):
         await serve_until_signalled(fail())
+
+
+async def test_the_first_to_end_ends_them_all():
+    other = asyncio.ensure_future(asyncio.Event().wait())
+
+    async def fail():
+        raise ValueError("the reaper broke")
+
+    with pytest.raises(ValueError, match="reaper"):
+        await first_to_end(other, fail())
+    assert other.cancelled()
 
 
 def test_a_librarys_signal_handlers_are_undone():

@@ -73,6 +73,16 @@ def test_a_worker_that_leaves_something_out_is_refused(field: str) -> None:
         WorkerRegistry(TTL).register(worker, 0.0)
 
 
+def test_a_worker_of_an_unknown_role_or_at_no_address_is_refused() -> None:
+    unknown, nowhere = worker_info("a"), worker_info("a", "nowhere")
+    unknown.role = 9  # type: ignore[assignment]
+    for worker, problem in ((unknown, "role 9"), (nowhere, "nowhere")):
+        registry = WorkerRegistry(TTL)
+        with pytest.raises(InvalidWorker, match=problem):
+            registry.register(worker, 0.0)
+        assert registry.workers(0.0) == []
+
+
 def test_a_colocated_worker_needs_no_agent() -> None:
     assert not worker_info("a").HasField("agent")
     WorkerRegistry(TTL).register(worker_info("a"), 0.0)
