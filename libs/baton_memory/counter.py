@@ -61,6 +61,15 @@ class LayerCounter:
     def memory_fd(self) -> int:
         return self._memory.fd
 
+    @property
+    def address(self) -> int:
+        """Where this process has the cell mapped: the first of `memory_length` bytes, at the beginning of a page."""
+        return self._memory.address
+
+    @property
+    def memory_length(self) -> int:
+        return self._memory.length
+
     def value(self) -> int:
         return self._cell[0]
 
