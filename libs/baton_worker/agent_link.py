@@ -73,6 +73,11 @@ class AgentLink:
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep(), name="agent-link")
 
+    async def join(self) -> None:
+        """Until the engine is dead or the link is stopped; raises what it failed of."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
     async def stop(self) -> None:
         self._stopped = True
         self._changed.set()
@@ -104,7 +109,7 @@ class AgentLink:
             self._session = session
             self._changed.set()
             self._on_change()
-            why = await asyncio.shield(session.lost)
+            why = await session.over()
             log.warning("session %x with the transfer agent is over: %s", session.session, why)
             self._session = None
             self._gone.pop(session.session, None)

@@ -86,11 +86,20 @@ class AgentSession:
 
     async def ready(self, timeout: float) -> None:
         """Waits until all ranks' memory is registered; raises AgentUnavailable."""
-        await first_of(self._ready, self.lost, timeout=timeout)
+        await first_of(self._ready, self.lost, self._pump, timeout=timeout)
+        if self._pump.done() and not self.lost.done():
+            self._pump.result()
         if self.lost.done():
             raise AgentUnavailable(f"the agent ended the session: {self.lost.result()}")
         if not self._ready.done():
             raise AgentUnavailable(f"the agent did not register the engine's memory within {timeout} s")
+
+    async def over(self) -> str:
+        """Why the session is over, once it is; raises what following its events failed of."""
+        await first_of(self.lost, self._pump)
+        if not self.lost.done():
+            self._pump.result()
+        return self.lost.result()
 
     async def close(self) -> None:
         """Stops following events. The session itself ends with the hand-off connection."""

@@ -130,18 +130,20 @@ class EngineHost:
             self._link.start()
 
     async def join(self) -> None:
-        """Until the model process or the scheduler fails; raises what it failed of, with everything torn down."""
-        actor = asyncio.create_task(self.actor.join())
+        """Until the model process, the scheduler or the link to the agent fails; raises what it failed of, with
+        everything torn down."""
+        parts = [asyncio.create_task(self.actor.join())]
+        if self._link is not None:
+            parts.append(asyncio.create_task(self._link.join()))
         try:
-            await first_of(actor, self.client.exited)
+            await first_of(*parts, self.client.exited)
         finally:
-            if not actor.done():
-                actor.cancel()
-        failure: Exception
+            for part in parts:
+                part.cancel()
+        failures = [part.exception() for part in parts if part.done() and not part.cancelled()]
+        failure = next((error for error in failures if error), EngineError("the scheduler stopped"))
         if self.client.exited.done():
             failure = self.client.exited.result()
-        else:
-            failure = actor.exception() or EngineError("the scheduler stopped")  # type: ignore[assignment]
         self._ending = self.actor.ending = f"the engine failed: {failure}"
         await self.stop()
         raise failure

@@ -47,6 +47,11 @@ class Registration:
         """What `describe` answers is different now."""
         self._changed.set()
 
+    async def join(self) -> None:
+        """Until `stop`; raises what the registration failed of: a worker without one would never be called."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()

@@ -24,7 +24,7 @@ from baton_engine.messages import EngineSpec, StepPlan, StepResult
 from baton_rpc.addresses import advertised_address
 from baton_rpc.channel import open_channel
 from baton_rpc.server import RpcServer
-from baton_rpc.tls import TlsFiles
+from baton_rpc.tls import tls_files
 from baton_telemetry.exposition import MetricsServer
 from baton_telemetry.metrics import WorkerMetrics
 from baton_worker.agent_session import AgentSession
@@ -73,7 +73,7 @@ class Worker:
         self._engine: EngineHost | None = None
         # The latest, kept to tell a new one from the same.
         self._session: AgentSession | None = None
-        self._tls = _tls_files(settings)
+        self._tls = tls_files(settings.tls)
         credentials = self._tls.channel_credentials() if self._tls else None
         self.peers = ChannelCache(credentials)
         self._registry = open_channel(settings.registry_target, credentials)
@@ -134,7 +134,7 @@ class Worker:
             stack.push_async_callback(self._registration.stop)
             health = asyncio.create_task(self._watch_health(), name="health")
             stack.callback(health.cancel)
-            await serve_until_signalled(supervisor.join())
+            await serve_until_signalled(supervisor.join(), self._registration.join(), health)
 
     async def _close(self) -> None:
         await self._server.stop(0)
@@ -238,10 +238,3 @@ class Worker:
                 for service in self._services:
                     await self._server.set_serving(service, healthy)
             await asyncio.sleep(HEALTH_INTERVAL_S)
-
-
-def _tls_files(settings: Settings) -> TlsFiles | None:
-    tls = settings.tls
-    if tls.certificate is None or tls.key is None or tls.authority is None:
-        return None
-    return TlsFiles(tls.certificate, tls.key, tls.authority)

@@ -7,7 +7,7 @@ import logging
 from baton_actors import keeping_stop_signals, serve_until_signalled
 from baton_config import Settings
 from baton_fabric.engine import FabricEngine
-from baton_rpc import TlsFiles
+from baton_rpc import tls_files
 from baton_telemetry.exposition import MetricsServer
 
 from .options import AgentOptions
@@ -20,10 +20,7 @@ __all__ = ["TransferAgentService", "run"]
 
 async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM. Raises what made it impossible to start or to go on."""
-    agent, tls = settings.agent, settings.tls
-    files = None
-    if tls.certificate is not None and tls.key is not None and tls.authority is not None:
-        files = TlsFiles(tls.certificate, tls.key, tls.authority)
+    agent = settings.agent
     with keeping_stop_signals():
         engine = await FabricEngine.start(
             agent.transport, agent.node, spin=agent.spin, post_timeout_ms=int(agent.post_timeout_s * 1000)
@@ -44,8 +41,8 @@ async def run(settings: Settings) -> None:
                 idle_timeout=agent.idle_timeout_s,
                 shutdown_timeout=agent.shutdown_timeout_s,
             ),
-            tls=files,
-            allow_insecure=tls.allow_insecure,
+            tls=tls_files(settings.tls),
+            allow_insecure=settings.tls.allow_insecure,
         )
         metrics = MetricsServer(service.metrics.registry, service.problem)
         try:

@@ -43,8 +43,6 @@ class KvSender:
         self._background = background
         self._page_size = page_size
         self._outgoing: dict[int, Outgoing] = {}
-        # The latest announcement to each session. They follow each other: the agent takes a transfer's last chunk for
-        # the end of its plans.
 
     def track(self, sequence_id: int, outgoing: Outgoing) -> None:
         """From now on the steps of this sequence are announced for its transfer."""

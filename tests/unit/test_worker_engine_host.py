@@ -6,6 +6,8 @@ from baton_engine.client import EngineClient
 from baton_engine.errors import EngineDied, EngineStartFailed
 from baton_engine.messages import EngineSpec
 from baton_engine.scheduler import Sequence
+from baton_worker.agent_link import AgentLink
+from baton_worker.agent_session import AgentSession
 from baton_worker.engine_actor import EngineActor, NoHooks
 from baton_worker.engine_host import EngineHost
 from baton_worker.errors import AgentUnavailable, EngineUnavailable
@@ -116,6 +118,21 @@ async def test_a_broken_hook_ends_it_as_a_whole(make, engines):
         await asyncio.wait_for(host.join(), 5)
     with pytest.raises(EngineUnavailable, match="hook"):
         await first(stream)
+    assert engines.last.stopped and not host.alive
+
+
+@pytest.mark.parametrize("broken", ["_attach", "_deliver"])
+async def test_a_link_to_the_agent_that_breaks_in_no_known_way_ends_it_as_a_whole(make, engines, monkeypatch, broken):
+    """Not in silence: without a link the worker would never be ready again."""
+
+    def fail(self, *arguments):
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(AgentLink if broken == "_attach" else AgentSession, broken, fail)
+    host = make()
+    await host.start()
+    with pytest.raises(KeyError, match="nobody"):
+        await asyncio.wait_for(host.join(), 5)
     assert engines.last.stopped and not host.alive
 
 

@@ -180,6 +180,23 @@ async def test_a_shutdown_cancels_what_runs_and_waits_for_its_clean_up(start):
     assert running.servicer.cleaned
 
 
+@pytest.mark.parametrize("part", ["_describe", "_watch_health"])
+async def test_a_worker_that_cannot_be_found_or_looked_at_ends_instead_of_lingering(start, monkeypatch, part):
+    running = start()
+
+    def fail():
+        raise KeyError("nobody thought of this")
+
+    async def fail_later():
+        fail()
+
+    monkeypatch.setattr(running.worker, part, fail if part == "_describe" else fail_later)
+    monkeypatch.setattr(running.worker._registration, "_describe", running.worker._describe)
+    with pytest.raises(KeyError, match="nobody"):
+        await asyncio.wait_for(running.task, 10)
+    assert running.engines.last.stopped
+
+
 async def test_an_address_that_nobody_can_reach_fails_the_start(start):
     """And not silently the registration."""
     running = start(listen="0.0.0.0:0")
