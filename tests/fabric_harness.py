@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +160,9 @@ class RemoteSide(Side):
         finally:
             self.process.kill()
             self.process.wait()
+            # What a killed process leaves of the shm provider.
+            for left in Path("/dev/shm").glob(f"{self.process.pid}:*"):
+                left.unlink(missing_ok=True)
         del self.bytes
         self.layer_counter.close()
         self.memory.close()

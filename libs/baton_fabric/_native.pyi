@@ -173,10 +173,10 @@ class Engine:
 
         provider: "auto" (the same as "tcp" now), "tcp" (the best RDM provider over tcp that libfabric has: tcp, net
         or tcp;ofi_rxm), "shm" (between processes of one host), or any provider name of libfabric; the rxm of libfabric
-        1.11 to 1.17 can crash the process if an endpoint is closed within a message, so prefer newer ones. node: local address to bind to, ignored by shm.
-        spin: the thread never blocks; for a core of its own. post_timeout_ms: a peer that accepts and completes
-        nothing for this long while there is work for it has failed; one write that is older than four times this
-        fails its peer too.
+        1.11 to 1.17 can crash the process if an endpoint is closed within a message, so prefer newer ones. node: local
+        address to bind to, ignored by shm. spin: the thread never blocks; for a core of its own. post_timeout_ms: a
+        peer that accepts and completes nothing for this long while there is work for it has failed; one write that is
+        older than four times this fails its peer too.
         """
     @property
     def provider(self) -> str:

@@ -189,6 +189,10 @@ def test_nothing_outside_the_regions_can_be_named(both: Pair, changes: dict[str,
 
 def test_strides_that_leave_the_remote_region_are_refused(both: Pair) -> None:
     region, layer, page, key, base, length, *_ = both.stream()
+    # The product of these alone is just below 2^128: their sum must not wrap around to something small.
+    wrapping = (region, 2**64 - 1, 2**64 - 1, key, base, length, 2**64 - 1, 2**64 - 1, [(0, 0, 4096)])
+    call = _open(both, 701, streams=[wrapping], layers=2**64 - 1, source_pages=[2**32 - 1])
+    refused("INVALID_ARGUMENT", "OUT_OF_BOUNDS", both.sender.engine.open_transfer, *call)
     for remote in [(length, 4096), (4096, 2**63), (2**64 - 1, 2**64 - 1)]:
         stream = (region, layer, page, key, base, length, *remote, [(0, 0, 4096)])
         call = _open(both, 701, streams=[stream], destination_pages=[1])

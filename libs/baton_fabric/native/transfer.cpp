@@ -6,16 +6,20 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 
 namespace baton::fabric {
 namespace {
 
 __extension__ using Wide = unsigned __int128;
 
+// A product of two 64-bit numbers, small enough that sums of several do not wrap around 128 bits.
+Wide bounded_product(Wide a, Wide b) { return std::min(a * b, Wide{1} << 100); }
+
 // Behind the largest page of the last layer: an extent that begins here would be outside.
 Wide page_start(const Grid &grid, Wide last_layer, Wide page) {
-    return last_layer * grid.layer_stride + page / grid.parts * grid.page_stride +
-           Wide{grid.parts - 1} * grid.part_stride;
+    return bounded_product(last_layer, grid.layer_stride) + bounded_product(page / grid.parts, grid.page_stride) +
+           bounded_product(grid.parts - 1, grid.part_stride);
 }
 
 Wide largest(const std::vector<uint32_t> &pages) {
@@ -89,23 +93,30 @@ Transfer::Transfer(TransferPlan plan, LayerCounter &counter, Peer &peer, const W
 
 // Every layer needs a stream: the last write of each layer is the one that proves delivery.
 void Transfer::check_layers() const {
-    std::vector<bool> covered(plan_.streams.empty() ? 0 : plan_.layers);
+    std::vector<std::pair<uint64_t, uint64_t>> spans;
     for (const auto &stream : plan_.streams) {
         if (stream.source.parts == 0 || stream.remote.parts == 0 || stream.layers == 0 ||
             stream.first_layer >= plan_.layers || stream.layers > plan_.layers - stream.first_layer) {
             throw invalid("BAD_ARGUMENT",
                           "transfer " + std::to_string(plan_.id) + " has a stream of layers " +
-                              std::to_string(stream.first_layer) + " + " + std::to_string(stream.layers) +
-                              " with " + std::to_string(stream.source.parts) + " and " +
-                              std::to_string(stream.remote.parts) + " parts of a page; there are " +
-                              std::to_string(plan_.layers) + " layers, and at least 1 part",
+                              std::to_string(stream.first_layer) + " + " + std::to_string(stream.layers) + " with " +
+                              std::to_string(stream.source.parts) + " and " + std::to_string(stream.remote.parts) +
+                              " parts of a page; there are " + std::to_string(plan_.layers) +
+                              " layers, and at least 1 part",
                           {{"transfer", std::to_string(plan_.id)}});
         }
-        std::fill_n(covered.begin() + static_cast<std::ptrdiff_t>(stream.first_layer), stream.layers, true);
+        spans.emplace_back(stream.first_layer, stream.first_layer + stream.layers);
     }
-    const auto bare = std::find(covered.begin(), covered.end(), false);
-    if (bare != covered.end()) {
-        const auto layer = std::to_string(bare - covered.begin());
+    std::sort(spans.begin(), spans.end());
+    uint64_t covered = 0;
+    for (const auto &[first, end] : spans) {
+        if (first > covered) {
+            break;
+        }
+        covered = std::max(covered, end);
+    }
+    if (!spans.empty() && covered < plan_.layers) {
+        const auto layer = std::to_string(covered);
         throw invalid("BAD_ARGUMENT", "no stream of transfer " + std::to_string(plan_.id) + " has layer " + layer,
                       {{"transfer", std::to_string(plan_.id)}, {"layer", layer}});
     }
@@ -145,10 +156,10 @@ void Transfer::check_bounds(const WriteLimits &limits) const {
         if (pages() == 0) {
             continue;
         }
-        check_side(plan_.id, "source",
-                   page_start(stream.source, last_layer, source_page) + source_end, stream.region->length());
-        check_side(plan_.id, "destination",
-                   page_start(stream.remote, last_layer, destination_page) + destination_end, stream.remote_length);
+        check_side(plan_.id, "source", page_start(stream.source, last_layer, source_page) + source_end,
+                   stream.region->length());
+        check_side(plan_.id, "destination", page_start(stream.remote, last_layer, destination_page) + destination_end,
+                   stream.remote_length);
         if (stream.remote_base > std::numeric_limits<uint64_t>::max() - stream.remote_length) {
             throw invalid("OUT_OF_BOUNDS", "a destination region reaches beyond address 2^64");
         }
@@ -212,8 +223,7 @@ void Transfer::write_at(const Position &position, Write &write) const {
     const auto &stream = *active_[position.stream];
     const auto &extent = stream.extents[position.extent];
     const uint64_t layer = layer_ - stream.first_layer;
-    write.source =
-        stream.region->bytes() + stream.source.at(layer, plan_.source_pages[position.page]) + extent.source;
+    write.source = stream.region->bytes() + stream.source.at(layer, plan_.source_pages[position.page]) + extent.source;
     write.remote_address =
         stream.remote_base + stream.remote.at(layer, plan_.destination_pages[position.page]) + extent.destination;
     write.length = extent.length;
