@@ -311,7 +311,7 @@ class Engine:
             self.emit(TransferDone(number, Stats(extents=transfer.extents)))
 
     def _copy(self, stream: Any, layer: int, pages: Any, transfer: Transfer, target: Engine) -> int:
-        region, layer_stride, page_stride, key, base, length, their_layer, their_page, extents = stream
+        region, layer_stride, page_stride, key, base, length, their_layer, their_page, extents, _ = stream
         source, destination = self.network.memory[self.regions[region]], self.network.memory[key]
         for ours, theirs in pages:
             for source_offset, destination_offset, size in extents:
