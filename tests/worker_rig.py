@@ -12,7 +12,7 @@ from baton.v1 import registry_pb2
 from baton_config.settings import Settings
 from baton_engine.client import EngineClient
 from baton_rpc import open_channel
-from baton_worker.convert import layout_to_proto
+from baton_rpc.layouts import layout_message
 from baton_worker.engine_host import EngineHost
 from baton_worker.worker import Worker
 from conditions import until
@@ -43,7 +43,7 @@ class Rig:
 
     @property
     def layout(self) -> Any:
-        return layout_to_proto(self.host.layout, self.host.info.dtype, self.host.info.kv_heads)
+        return layout_message(self.host.layout, self.host.info.dtype, self.host.info.kv_heads)
 
     async def idle(self) -> None:
         """Every page is back, every task of the worker has ended."""

@@ -23,6 +23,7 @@ from baton_config.settings import Settings
 from baton_engine.messages import EngineSpec, StepPlan, StepResult
 from baton_rpc.addresses import advertised_address
 from baton_rpc.channel import open_channel
+from baton_rpc.layouts import layout_message
 from baton_rpc.server import RpcServer
 from baton_rpc.tls import tls_files
 from baton_telemetry.exposition import MetricsServer
@@ -30,7 +31,6 @@ from baton_telemetry.metrics import WorkerMetrics
 from baton_worker.agent_session import AgentSession
 from baton_worker.background import BackgroundTasks
 from baton_worker.channels import ChannelCache
-from baton_worker.convert import layout_to_proto
 from baton_worker.engine_actor import StepHooks
 from baton_worker.engine_host import EngineHost
 from baton_worker.errors import EngineUnavailable
@@ -201,7 +201,7 @@ class Worker:
                 max_model_len=self.max_model_len,
                 vocab_size=info.vocab_size,
             ),
-            layout=layout_to_proto(engine.layout, info.dtype, info.kv_heads),
+            layout=layout_message(engine.layout, info.dtype, info.kv_heads),
             sharding=common_pb2.Sharding(tensor_parallel=info.ranks, data_parallel=1),
             agent=session.descriptor if session is not None else None,
         )

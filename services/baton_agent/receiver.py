@@ -19,6 +19,7 @@ from baton_kv.immediate import wire_generation
 from baton_kv.transfer.inbox import Action, AskStop, Fence, InboxLife, Reusable, Stage
 from baton_kv.transfer.outcome import Ended, Outcome, Proof
 from baton_kv.transfer.slots import SlotKey, SlotNotInUse, SlotTable
+from baton_rpc.layouts import layout_message
 from baton_telemetry.metrics import AgentMetrics
 
 from .endpoints import Endpoint, Endpoints
@@ -28,7 +29,7 @@ from .messages import AddSession, EndSession, PeerLost, Tick
 from .options import AgentOptions
 from .peers import Peers, Watch
 from .session import SessionView
-from .wire import INBOX_VERSION, Peer, layout_message, sharding_message
+from .wire import INBOX_VERSION, Peer, sharding_message
 from .working import WorkingActor
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class Receiver(WorkingActor):
             generation=key.generation,
             endpoints=[endpoint.address],
             regions=view.regions,
-            layout=layout_message(view.cache),
+            layout=layout_message(view.cache.layout, view.cache.dtype, view.cache.shards.heads),
             sharding=sharding_message(view.cache),
             data_parallel_rank=0,
             sender_incarnation=message.sender.incarnation,

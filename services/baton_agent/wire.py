@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from baton.v1 import agent_pb2, common_pb2
 
 from baton_kv.immediate import SLOTS
-from baton_kv.layout import Order, PageLayout
+from baton_kv.layout import PageLayout
 from baton_kv.shards import ShardMap
 from baton_rpc.addresses import TcpAddress, parse_address
+from baton_rpc.layouts import ORDER_NAMES, ORDERS
 
 from .errors import InvalidArgument, StaleDescriptor, TransportMismatch, VersionUnsupported
 
@@ -19,13 +20,6 @@ INBOX_VERSION = 1
 MAX_RANKS = 256
 # Longest fabric address of any provider known (shm names, EFA's 32 bytes, socket addresses) and room.
 MAX_FABRIC_ADDRESS = 512
-
-_ORDERS: dict[Order, common_pb2.KvOrder.ValueType] = {
-    "HND": common_pb2.KV_ORDER_HND,
-    "NHD": common_pb2.KV_ORDER_NHD,
-    "MLA": common_pb2.KV_ORDER_MLA,
-}
-_NAMES = {value: name for name, value in _ORDERS.items()}
 
 
 @dataclass(frozen=True)
@@ -75,20 +69,6 @@ def cache_of(layout: PageLayout, kv_heads_total: int, tensor_parallel: int, data
     """Raises baton_kv's InvalidKvArgument where the numbers don't go together."""
     shards = ShardMap(kv_heads_total, tensor_parallel, data_parallel, mla=layout.order == "MLA")
     return Cache(shards.layout_of(0, layout), shards, dtype)
-
-
-def layout_message(cache: Cache) -> common_pb2.KvLayout:
-    layout = cache.layout
-    return common_pb2.KvLayout(
-        order=_ORDERS[layout.order],
-        layers=layout.layers,
-        pages=layout.pages,
-        page_size=layout.page_size,
-        kv_heads=cache.shards.heads,
-        head_dim=layout.head_dim,
-        element_size=layout.element_size,
-        dtype=cache.dtype,
-    )
 
 
 def sharding_message(cache: Cache) -> common_pb2.Sharding:
@@ -162,9 +142,9 @@ def check_pages(source: Sequence[int], destination: Sequence[int], ours: int, th
 
 def _read_cache(message: agent_pb2.InboxDescriptor) -> Cache:
     layout, sharding = message.layout, message.sharding
-    order = _NAMES.get(layout.order)
+    order = ORDER_NAMES.get(layout.order)
     if order is None:
-        raise InvalidArgument(f"layout.order {layout.order} is none of {', '.join(_ORDERS)}", field="layout.order")
+        raise InvalidArgument(f"layout.order {layout.order} is none of {', '.join(ORDERS)}", field="layout.order")
     if not 0 < sharding.tensor_parallel * sharding.data_parallel <= MAX_RANKS:
         raise InvalidArgument(
             f"{sharding.tensor_parallel} x {sharding.data_parallel} ranks: there must be 1 to {MAX_RANKS}",

@@ -19,10 +19,10 @@ from baton_kv.plan import expected_extents, pages_to_transfer
 from baton_kv.shards import ShardMap
 from baton_rpc.addresses import AddressError
 from baton_rpc.errors import RemoteError
+from baton_rpc.layouts import layout_message
 from baton_telemetry.metrics import DecodeMetrics
 from baton_worker.agent_session import AgentSession, Inbox
 from baton_worker.background import first_of
-from baton_worker.convert import layout_to_proto
 from baton_worker.engine_host import EngineHost
 from baton_worker.errors import AgentUnavailable, ExceedsPagePool, PrefillUnavailable, TransferBroken
 from baton_worker.letting_go import let_go, until_quiesced
@@ -115,7 +115,7 @@ class KvReceiver:
     @staticmethod
     def _compatible(engine: EngineHost, worker: registry_pb2.WorkerInfo) -> bool:
         info = engine.info
-        ours, theirs = layout_to_proto(engine.layout, info.dtype, info.kv_heads), common_pb2.KvLayout()
+        ours, theirs = layout_message(engine.layout, info.dtype, info.kv_heads), common_pb2.KvLayout()
         theirs.CopyFrom(worker.layout)
         theirs.pages = ours.pages
         return worker.model.fingerprint == info.fingerprint and ours == theirs and worker.HasField("agent")

@@ -16,10 +16,10 @@ from baton_kv.plan import pages_to_transfer
 from baton_prefill.sender import KvSender, Outgoing
 from baton_rpc.deadline import incoming_deadline
 from baton_rpc.errors import RemoteError
+from baton_rpc.layouts import layout_message
 from baton_telemetry.metrics import PrefillMetrics
 from baton_worker.agent_session import AgentSession, Transfer
 from baton_worker.background import first_of
-from baton_worker.convert import layout_to_proto
 from baton_worker.engine_actor import SequenceStream
 from baton_worker.engine_host import EngineHost
 from baton_worker.errors import (
@@ -114,7 +114,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise InvalidRequest(
                 f"token id {max(prompt)} is outside the vocabulary of {info.vocab_size}", token_id=max(prompt)
             )
-        ours = layout_to_proto(engine.layout, info.dtype, info.kv_heads)
+        ours = layout_message(engine.layout, info.dtype, info.kv_heads)
         theirs = common_pb2.KvLayout()
         theirs.CopyFrom(request.inbox.layout)
         # How many pages each side has is its own affair.

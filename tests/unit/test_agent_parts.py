@@ -11,8 +11,9 @@ from agent_kit import until
 from baton_agent.errors import EventsOverflow, InvalidArgument, VersionUnsupported
 from baton_agent.event_log import EventLog
 from baton_agent.liveness import Answer, Beat, Liveness, Verdict
-from baton_agent.wire import cache_of, check_pages, layout_message, read_agent, read_inbox, sharding_message
+from baton_agent.wire import cache_of, check_pages, read_agent, read_inbox, sharding_message
 from baton_kv.layout import PageLayout
+from baton_rpc.layouts import layout_message
 
 ANSWERS = st.lists(st.sampled_from([Answer.ALIVE, Answer.REFUSED, Answer.SILENT]), max_size=60)
 
@@ -146,7 +147,7 @@ def test_an_inbox_descriptor_says_the_same_at_the_other_side(layout, copies, dp,
             common_pb2.RegionDescriptor(rank=rank, key=rank + 7, base=0, length=length)
             for rank, length in reversed(list(enumerate(lengths)))
         ],
-        layout=layout_message(cache),
+        layout=layout_message(cache.layout, cache.dtype, cache.shards.heads),
         sharding=sharding_message(cache),
         data_parallel_rank=dp - 1,
         sender_incarnation=9,
@@ -162,7 +163,7 @@ def test_an_inbox_descriptor_says_the_same_at_the_other_side(layout, copies, dp,
 def test_a_latent_cache_goes_over_the_wire():
     layout = PageLayout("MLA", 2, 3, 4, 1, 576, 2)
     cache = cache_of(layout, 1, 4, 1, "bfloat16")
-    assert layout_message(cache).kv_heads == 1
+    assert layout_message(cache.layout, cache.dtype, cache.shards.heads).kv_heads == 1
     assert cache.shards.replicas == 4
 
 
