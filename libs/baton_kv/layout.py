@@ -64,6 +64,11 @@ class PageLayout:
         return planes * self.kv_heads * self.head_dim * self.element_size
 
     @property
+    def token_stride(self) -> int:
+        """Bytes from one token of a page to the next, of the same head."""
+        return self.head_dim * self.element_size * (self.kv_heads if self.order == "NHD" else 1)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page of one layer: the stride of a page."""
         return self.page_size * self.token_bytes

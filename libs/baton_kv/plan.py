@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from .errors import InvalidKvArgument
 from .layout import Order, PageLayout
@@ -20,7 +18,8 @@ class LayoutMismatch(InvalidKvArgument):
     reason = "KV_LAYOUT_MISMATCH"
 
 
-# (source offset, destination offset, length): bytes within a page of each side.
+# (source offset, destination offset, length): bytes within a page of each side. Where one side's pages are larger, its
+# offsets are those of the page's first part; a part further on lies a number of tokens further.
 Extent = tuple[int, int, int]
 
 
@@ -29,7 +28,7 @@ class PairPlan:
     """What one source rank writes into one destination rank, the same for every page of every layer.
 
     `extents` are ordered by source offset. `source` and `destination` are the layouts of these two ranks: their strides
-    and sizes are the ones that the extents refer to.
+    and sizes are the ones that the extents refer to. Page sizes may differ; then everything counts in the smaller.
     """
 
     source_rank: int
@@ -39,14 +38,33 @@ class PairPlan:
     extents: tuple[Extent, ...]
 
     @property
+    def page_size(self) -> int:
+        """Tokens of the smaller of the two pages: what `extents` move."""
+        return min(self.source.page_size, self.destination.page_size)
+
+    @property
     def bytes_per_page(self) -> int:
         return sum(length for _, _, length in self.extents)
+
+
+def common_page_size(source: int, destination: int) -> int:
+    """Tokens of the pages in which a transfer between two page sizes counts: the smaller. Raises `LayoutMismatch`."""
+    smaller, larger = sorted((source, destination))
+    if smaller < 1 or larger % smaller:
+        raise LayoutMismatch(
+            f"page_size is {source} at the source and {destination} at the destination; one must divide the other",
+            field="page_size",
+            source=source,
+            destination=destination,
+        )
+    return smaller
 
 
 def pages_to_transfer(prompt_tokens: int, prefix_tokens: int, page_size: int) -> int:
     """Pages of a layer to move: `ceil((T - 1) / p) - h / p`, never less than 0.
 
-    The last prompt token is left to the destination. `prefix_tokens` (h) are whole pages that it already holds. Raises
+    The last prompt token is left to the destination. `prefix_tokens` (h) are whole pages that it already holds. Between
+    two page sizes `page_size` is `common_page_size`; for the pages that one side has to hold, its own. Raises
     `InvalidKvArgument`.
     """
     _check_prompt(prompt_tokens, prefix_tokens, page_size)
@@ -55,6 +73,8 @@ def pages_to_transfer(prompt_tokens: int, prefix_tokens: int, page_size: int) ->
 
 def chunk_pages(prompt_tokens: int, prefix_tokens: int, page_size: int, start: int, end: int) -> range:
     """Positions in the transfer's list of pages that are complete once prompt positions [start, end) are computed.
+
+    Between two page sizes `page_size` is `common_page_size`: a part of a larger page is sent as soon as it is complete.
 
     `end` is at most `T - 1`, as the last token is not prefilled. A chunk that ends inside a page leaves it to the next;
     the one that ends at `T - 1` takes the last page, full or not. Over chunks that follow each other from `start` <=
@@ -85,23 +105,33 @@ def expected_extents(
     page_size: int,
     layers: int,
     tail_buffers: int = 0,
+    source_page_size: int | None = None,
 ) -> int:
     """Extents that a destination inbox waits for, from the shard maps alone; 0 where no page has to move.
 
     `E = R * L * P * (extents of a page over the pairs of overlapping slices) + tail_buffers * (ranks of one
-    data-parallel rank)`. Computed from the boundaries of the slices, independently of `plan_pairs`. Raises
-    `InvalidKvArgument`, `LayoutMismatch`.
+    data-parallel rank)`. `page_size` is the destination's; `source_page_size` the source's, where it is another: then P
+    and the extents are those of the smaller. Computed from the boundaries of the slices, independently of `plan_pairs`.
+    Raises `InvalidKvArgument`, `LayoutMismatch`.
     """
     _check_heads(source, destination, order)
-    pages = pages_to_transfer(prompt_tokens, prefix_tokens, page_size)
+    _check_prompt(prompt_tokens, prefix_tokens, page_size)
+    size = common_page_size(source_page_size or page_size, page_size)
+    pages = pages_to_transfer(prompt_tokens, prefix_tokens, size)
     if not pages:
         return 0
     ours = {(heads.start, heads.stop) for heads in destination.slices()}
     theirs = {(heads.start, heads.stop) for heads in source.slices()}
     pairs = len({start for start, _ in ours | theirs})
     whole = len(ours & theirs)
-    part = 2 * page_size if order == "NHD" else 2
-    per_page = whole + part * (pairs - whole)
+    part = 2 * size if order == "NHD" else 2
+    if page_size == (source_page_size or page_size) or order == "MLA":
+        per_page = whole + part * (pairs - whole)
+    elif order == "NHD":
+        per_page = 2 * whole + part * (pairs - whole)
+    else:
+        # In a page of another size a head's tokens are not followed by the next head's.
+        per_page = 2 * destination.heads
     return destination.replicas * layers * pages * per_page + tail_buffers * destination.tp
 
 
@@ -121,7 +151,8 @@ def plan_pairs(
     turn, so that as many source ranks as possible take part. Raises `InvalidKvArgument`, `LayoutMismatch`.
     """
     _check_heads(source, destination, source_layout.order)
-    for name in ("order", "layers", "page_size", "head_dim", "element_size"):
+    common_page_size(source_layout.page_size, destination_layout.page_size)
+    for name in ("order", "layers", "head_dim", "element_size"):
         left, right = getattr(source_layout, name), getattr(destination_layout, name)
         if left != right:
             raise LayoutMismatch(
@@ -145,44 +176,39 @@ def plan_pairs(
     return pairs
 
 
-def page_copies(pair: PairPlan, source_pages: Sequence[int], destination_pages: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Every extent of a pair over all layers and the given pages: int64 `[layers * pages * extents, 3]`.
-
-    Columns: byte offset in the source rank's region, byte offset in the destination rank's region, length. Layers
-    outermost, then pages in the order given. Raises `InvalidKvArgument`.
-    """
-    ours, theirs = _page_numbers(source_pages, pair.source), _page_numbers(destination_pages, pair.destination)
-    if len(ours) != len(theirs):
-        raise InvalidKvArgument(
-            f"{len(ours)} source pages and {len(theirs)} destination pages; they go one for one",
-            source_pages=len(ours),
-            destination_pages=len(theirs),
-        )
-    extents = np.array(pair.extents, dtype=np.int64)
-    layers = np.arange(pair.source.layers, dtype=np.int64)[:, None, None]
-    copies = np.empty((pair.source.layers, len(ours), len(extents), 3), dtype=np.int64)
-    for column, (pages, layout) in enumerate(((ours, pair.source), (theirs, pair.destination))):
-        starts = layers * layout.layer_bytes + pages[None, :, None] * layout.page_bytes
-        copies[..., column] = starts + extents[None, None, :, column]
-    copies[..., 2] = extents[:, 2]
-    return copies.reshape(-1, 3)
-
-
 def _extents(ours: range, theirs: range, source: PageLayout, destination: PageLayout) -> tuple[Extent, ...]:
     """Extents of one page for the heads that both ranks have."""
     start, stop = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
     if start >= stop:
         return ()
-    if ours == theirs:
-        return ((0, 0, source.page_bytes),)
+    page_size = min(source.page_size, destination.page_size)
+    one_size = source.page_size == destination.page_size
+    if source.order == "MLA" or (one_size and ours == theirs):
+        return ((0, 0, page_size * source.token_bytes),)
     token = source.head_dim * source.element_size
-    # HND: a head's tokens are contiguous, so K and V are a run each. NHD: every token of K and V is a run.
-    rows, head = (2, source.page_size * token) if source.order == "HND" else (2 * source.page_size, token)
-    row = np.arange(rows, dtype=np.int64)
-    source_offsets = (row * len(ours) + start - ours.start) * head
-    destination_offsets = (row * len(theirs) + start - theirs.start) * head
-    length = (stop - start) * head
-    return tuple((a, b, length) for a, b in zip(source_offsets.tolist(), destination_offsets.tolist(), strict=True))
+    if source.order == "HND":
+        # A head's tokens are contiguous: so are those of several heads, if the page ends where they do on both sides.
+        heads, tokens, length = (1, 1, stop - start) if one_size else (stop - start, 1, 1)
+        length *= page_size * token
+    else:
+        # A token's heads are contiguous, and so are several tokens, if the ranks have the same heads.
+        heads, tokens, length = (1, 1, page_size) if ours == theirs else (1, page_size, 1)
+        length *= (stop - start) * token
+    offsets = (
+        _run_offsets(source, start - ours.start, heads, tokens),
+        _run_offsets(destination, start - theirs.start, heads, tokens),
+    )
+    return tuple((a, b, length) for a, b in zip(*offsets, strict=True))
+
+
+def _run_offsets(layout: PageLayout, first_head: int, heads: int, tokens: int) -> list[int]:
+    """Bytes at which a page's runs begin: of K, then V; of `heads` heads from `first_head` on; of `tokens` tokens."""
+    token = layout.head_dim * layout.element_size
+    head_stride = token * (layout.page_size if layout.order == "HND" else 1)
+    plane = np.arange(2, dtype=np.int64)[:, None, None] * (layout.page_bytes // 2)
+    head = (first_head + np.arange(heads, dtype=np.int64))[:, None] * head_stride
+    offsets: list[int] = (plane + head + np.arange(tokens, dtype=np.int64) * layout.token_stride).reshape(-1).tolist()
+    return offsets
 
 
 def _draw(seed: int, choices: int) -> int:
@@ -222,12 +248,3 @@ def _check_prompt(prompt_tokens: int, prefix_tokens: int, page_size: int) -> Non
             f"prefix_tokens is {prefix_tokens}; it must be a multiple of {page_size} in [0, {prompt_tokens}]",
             prefix_tokens=prefix_tokens,
         )
-
-
-def _page_numbers(pages: Sequence[int], layout: PageLayout) -> npt.NDArray[np.int64]:
-    numbers = np.asarray(pages, dtype=np.int64)
-    if numbers.size and not (numbers.min() >= 0 and numbers.max() < layout.pages):
-        raise InvalidKvArgument(
-            f"pages go from {numbers.min()} to {numbers.max()}; they must be in [0, {layout.pages})", pages=layout.pages
-        )
-    return numbers

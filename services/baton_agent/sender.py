@@ -29,7 +29,7 @@ from .options import AgentOptions
 from .peers import Peers, Watch
 from .session import SessionView
 from .streams import plan_streams
-from .wire import Peer, RemoteInbox, check_pages
+from .wire import Peer, RemoteInbox, read_pages
 from .working import WorkingActor
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class OpenTransfer:
     inbox: RemoteInbox
     source_pages: Sequence[int]
     destination_pages: Sequence[int]
+    # What the lists leave out, because the destination has it.
+    prefix_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class _Transfer:
     request: OpenTransfer
     view: SessionView
     streams: list[Stream]
+    # Source and destination, one for one, in the smaller pages of the two.
+    pages: tuple[Sequence[int], Sequence[int]]
     opened: asyncio.Future[int]
     life: TransferLife = field(default_factory=TransferLife)
     connection: Connection | None = None
@@ -162,11 +166,12 @@ class Sender(WorkingActor):
         if view is None:
             raise UnknownSession(message.session)
         inbox = message.inbox
-        check_pages(
+        pages = read_pages(
             message.source_pages,
             message.destination_pages,
-            view.cache.layout.pages,
-            inbox.cache.layout.pages,
+            view.cache.layout,
+            inbox.cache.layout,
+            message.prefix_tokens,
             self._options.max_pages,
         )
         if view.cache.dtype != inbox.cache.dtype:
@@ -182,7 +187,7 @@ class Sender(WorkingActor):
         number = self._last_number + 1
         streams = plan_streams(view, inbox, number)
         self._last_number = number
-        transfer = _Transfer(number, message, view, streams, asyncio.get_running_loop().create_future())
+        transfer = _Transfer(number, message, view, streams, pages, asyncio.get_running_loop().create_future())
         self._transfers[number] = self._by_inbox[inbox.key] = transfer
         self.spawn(self._confirm(number, inbox.receiver))
         return transfer.opened
@@ -386,8 +391,7 @@ class Sender(WorkingActor):
             view.ranks[0].counter,
             view.cache.layout.layers,
             transfer.streams,
-            transfer.request.source_pages,
-            transfer.request.destination_pages,
+            *transfer.pages,
         )
         transfer.connection = connection
         connection.transfers.add(transfer.number)

@@ -98,7 +98,13 @@ class TransferAgentServicer(agent_pb2_grpc.TransferAgentServicer):
     ) -> agent_pb2.OpenTransferResponse:
         inbox = read_inbox(request.inbox, self._agent)
         opened = await self._sender.ask(
-            OpenTransfer(request.session, inbox, list(request.source_pages), list(request.destination_pages))
+            OpenTransfer(
+                request.session,
+                inbox,
+                list(request.source_pages),
+                list(request.destination_pages),
+                request.prefix_tokens,
+            )
         )
         try:
             return agent_pb2.OpenTransferResponse(transfer=await asyncio.shield(opened))

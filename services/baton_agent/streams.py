@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from baton_fabric.engine import Stream
+from baton_fabric.engine import Placement, Stream
 from baton_kv.plan import plan_pairs
+from baton_kv.regions import RegionMap
+from baton_kv.streams import StreamPlan
+from baton_kv.streams import plan_streams as plan
 
 from .session import SessionView
 from .wire import RemoteInbox
@@ -19,20 +22,29 @@ def plan_streams(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Strea
         inbox.data_parallel_rank,
         seed,
     )
-    streams: list[Stream] = []
-    for pair in pairs:
-        remote = inbox.regions[pair.destination_rank]
-        streams.append(
-            Stream(
-                source_region=ours.ranks[pair.source_rank].region,
-                source_layer_stride=pair.source.layer_bytes,
-                source_page_stride=pair.source.page_bytes,
-                remote_key=remote.key,
-                remote_base=remote.base,
-                remote_length=remote.length,
-                remote_layer_stride=pair.destination.layer_bytes,
-                remote_page_stride=pair.destination.page_bytes,
-                extents=pair.extents,
-            )
-        )
-    return streams
+    whole = RegionMap.whole(ours.cache.layout.layers)
+    plans = plan(pairs, [whole] * ours.cache.shards.ranks, [whole] * inbox.cache.shards.ranks)
+    return [_stream(each, ours, inbox) for each in plans]
+
+
+def _stream(plan: StreamPlan, ours: SessionView, inbox: RemoteInbox) -> Stream:
+    remote = inbox.regions[plan.destination_rank]
+    return Stream(
+        source_region=ours.ranks[plan.source_rank].region,
+        source_layer_stride=plan.source.layer_stride,
+        source_page_stride=plan.source.page_stride,
+        remote_key=remote.key,
+        remote_base=remote.base,
+        remote_length=remote.length,
+        remote_layer_stride=plan.destination.layer_stride,
+        remote_page_stride=plan.destination.page_stride,
+        extents=plan.extents,
+        placement=Placement(
+            plan.first_layer,
+            plan.layers,
+            plan.source.parts,
+            plan.source.part_stride,
+            plan.destination.parts,
+            plan.destination.part_stride,
+        ),
+    )

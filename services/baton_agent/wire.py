@@ -10,6 +10,7 @@ from baton.v1 import agent_pb2, common_pb2
 from baton_kv.immediate import SLOTS
 from baton_kv.layout import PageLayout
 from baton_kv.shards import ShardMap
+from baton_kv.streams import number_pages
 from baton_rpc.addresses import TcpAddress, parse_address
 from baton_rpc.layouts import ORDER_NAMES, ORDERS
 
@@ -126,18 +127,30 @@ def read_inbox(message: agent_pb2.InboxDescriptor, own: common_pb2.AgentDescript
     )
 
 
-def check_pages(source: Sequence[int], destination: Sequence[int], ours: int, theirs: int, limit: int) -> None:
-    """Equal lists, of at most `limit` pages, each below the pages of its side. Raises InvalidArgument."""
-    if len(source) != len(destination):
-        raise InvalidArgument(
-            f"{len(source)} source pages and {len(destination)} destination pages: they go one for one",
-            field="destination_pages",
-        )
-    if len(source) > limit:
-        raise InvalidArgument(f"{len(source)} pages in one transfer, at most {limit}", field="source_pages")
-    for field, pages, total in (("source_pages", source, ours), ("destination_pages", destination, theirs)):
-        if pages and max(pages) >= total:
-            raise InvalidArgument(f"{field} names page {max(pages)}, the cache has {total}", field=field)
+def read_pages(
+    source: Sequence[int],
+    destination: Sequence[int],
+    ours: PageLayout,
+    theirs: PageLayout,
+    prefix_tokens: int,
+    limit: int,
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The pages of a transfer, numbered one for one as the fabric takes them: in the smaller pages of the two sides.
+
+    At most `limit` of them, each below the pages of its side. Raises InvalidArgument, and baton_kv's InvalidKvArgument
+    and LayoutMismatch for lists and page sizes that don't go together.
+    """
+    sides = (("source_pages", source, ours), ("destination_pages", destination, theirs))
+    for field, pages, layout in sides:
+        if len(pages) > limit:
+            raise InvalidArgument(f"{len(pages)} pages in one transfer, at most {limit}", field=field)
+        if pages and max(pages) >= layout.pages:
+            raise InvalidArgument(f"{field} names page {max(pages)}, the cache has {layout.pages}", field=field)
+    numbers = number_pages(source, destination, ours.page_size, theirs.page_size, prefix_tokens)
+    for (field, _, _), chosen in zip(sides, numbers, strict=True):
+        if chosen and max(chosen) >= 1 << 32:
+            raise InvalidArgument(f"{field} has a part with number {max(chosen)}: 32 bits number them", field=field)
+    return numbers
 
 
 def _read_cache(message: agent_pb2.InboxDescriptor) -> Cache:

@@ -11,8 +11,10 @@ from agent_kit import until
 from baton_agent.errors import EventsOverflow, InvalidArgument, VersionUnsupported
 from baton_agent.event_log import EventLog
 from baton_agent.liveness import Answer, Beat, Liveness, Verdict
-from baton_agent.wire import cache_of, check_pages, read_agent, read_inbox, sharding_message
+from baton_agent.wire import cache_of, read_agent, read_inbox, read_pages, sharding_message
+from baton_kv.errors import InvalidKvArgument
 from baton_kv.layout import PageLayout
+from baton_kv.plan import LayoutMismatch
 from baton_rpc.layouts import layout_message
 
 ANSWERS = st.lists(st.sampled_from([Answer.ALIVE, Answer.REFUSED, Answer.SILENT]), max_size=60)
@@ -167,6 +169,10 @@ def test_a_latent_cache_goes_over_the_wire():
     assert cache.shards.replicas == 4
 
 
+def pages_of(pages, page_size=4):
+    return PageLayout("HND", 2, pages, page_size, 1, 8, 4)
+
+
 @pytest.mark.parametrize(
     ("source", "destination", "says"),
     [
@@ -177,10 +183,20 @@ def test_a_latent_cache_goes_over_the_wire():
     ],
 )
 def test_pages_are_checked_on_both_sides(source, destination, says):
-    with pytest.raises(InvalidArgument, match=says):
-        check_pages(source, destination, 10, 20, 5)
-    check_pages([9], [19], 10, 20, 5)
-    check_pages([], [], 10, 20, 5)
+    with pytest.raises((InvalidArgument, InvalidKvArgument), match=says):
+        read_pages(source, destination, pages_of(10), pages_of(20), 0, 5)
+    assert read_pages([9], [19], pages_of(10), pages_of(20), 0, 5) == ([9], [19])
+    assert read_pages([], [], pages_of(10), pages_of(20), 0, 5) == ([], [])
+
+
+def test_pages_of_two_sizes_are_numbered_in_the_smaller():
+    small, large = pages_of(10), pages_of(20, page_size=8)
+    assert read_pages([3, 4, 5], [19, 2], small, large, 0, 5) == ([3, 4, 5], [38, 39, 4])
+    assert read_pages([19, 2], [3, 4], large, small, 4, 5) == ([39, 4], [3, 4])
+    with pytest.raises(LayoutMismatch, match="divide"):
+        read_pages([0], [0], small, pages_of(10, page_size=6), 0, 5)
+    with pytest.raises(InvalidArgument, match="32 bits"):
+        read_pages([3], [2**31], small, pages_of(2**32 - 1, page_size=8), 0, 5)
 
 
 def test_a_version_from_the_future_is_refused():
