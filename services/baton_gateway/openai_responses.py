@@ -168,14 +168,14 @@ class CompletionForm(Form):
             best = {self._name(top.token_id): top.logprob for top in position.top}
             result["top_logprobs"].append(best | {name: position.sampled.logprob})
             result["text_offset"].append(choice.offset)
-            choice.offset += len(self._tokenizer.token_bytes(position.sampled.token_id).decode(errors="ignore"))
+            choice.offset += len(_raw(self._tokenizer, position.sampled.token_id).decode(errors="ignore"))
         return result
 
     def _name(self, token_id: int) -> str:
         """The token's text, or "bytes:…" for a part of a character, as OpenAI writes it."""
-        raw = self._tokenizer.token_bytes(token_id)
+        raw = _raw(self._tokenizer, token_id)
         try:
-            return raw.decode()
+            return raw.decode() or _nameless(token_id)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
@@ -221,8 +221,19 @@ class ChatForm(Form):
         return {"content": content, "refusal": None}
 
     def _token(self, token: common_pb2.TokenLogprob) -> Json:
-        raw = self._tokenizer.token_bytes(token.token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": token.logprob, "bytes": list(raw)}
+        raw = _raw(self._tokenizer, token.token_id)
+        name = raw.decode(errors="replace") or _nameless(token.token_id)
+        return {"token": name, "logprob": token.logprob, "bytes": list(raw)}
+
+
+def _raw(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """Nothing for an id that only the model has: many embeddings are padded beyond the tokenizer's vocabulary."""
+    return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""
+
+
+def _nameless(token_id: int) -> str:
+    """As vLLM writes tokens by their ids."""
+    return f"token_id:{token_id}"
 
 
 def timeline_json(message: Message) -> Json:

@@ -183,6 +183,27 @@ async def test_half_a_character_in_log_probabilities(client: openai.AsyncOpenAI)
     assert any(token.startswith("bytes:\\x") for token in logprobs.tokens)
 
 
+async def test_tokens_that_only_the_model_has_are_named_by_their_ids() -> None:
+    """Many embeddings are padded beyond the tokenizer's vocabulary."""
+    unknown = tokenizer().vocab_size + 5
+    async with gateway() as stack, stack.client() as client:
+        await stack.add(FakeDecode([*tokenizer().encode("hi"), unknown]))
+        answer = await client.completions.create(model=MODEL, prompt="x", max_tokens=9, logprobs=1)
+        logprobs = answer.choices[0].logprobs
+        assert answer.choices[0].text == "hi" and logprobs is not None
+        assert logprobs.tokens is not None and logprobs.tokens[-1] == f"token_id:{unknown}"
+        chat = await client.chat.completions.create(
+            model=MODEL,
+            messages=HI,  # type: ignore[arg-type]
+            max_tokens=9,
+            logprobs=True,
+            top_logprobs=1,
+        )
+        content = chat.choices[0].logprobs
+        assert content is not None and content.content is not None
+        assert (content.content[-1].token, content.content[-1].bytes) == (f"token_id:{unknown}", [])
+
+
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 

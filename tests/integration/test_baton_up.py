@@ -1,0 +1,195 @@
+"""`baton up` with a Hugging Face directory, in every form that a cluster may take, as a user starts and stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from baton_tokenizer import load_tokenizer
+from cluster import eventually, free_port
+from tokenizer_samples import byte_level_backend
+
+NAME = "tiny-llama"
+# More rows than the tokenizer has ids, as checkpoints with a padded embedding have.
+VOCABULARY, CONTEXT = 384, 256
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+NEW_TOKENS = 12
+SMALL = ("--set", "prefill.kv_bytes=16MiB", "--set", "decode.kv_bytes=16MiB")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer and a chat template."""
+    directory = tmp_path_factory.mktemp("models") / NAME
+    torch.manual_seed(3)
+    backend = byte_level_backend()
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.15,
+        eos_token_id=backend.token_to_id("<|end|>"),
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+    return directory
+
+
+def greedy(checkpoint: Path, prompt: list[int]) -> list[int]:
+    """What transformers says in float32, end-of-sequence ignored."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@dataclass
+class Up:
+    process: subprocess.Popen[str]
+    directory: Path
+    http: str
+    grpc: str
+
+    @property
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def services(self) -> list[dict[str, Any]]:
+        return list(json.loads((self.directory / "cluster.json").read_text())["services"])
+
+    async def worker_of(self, prompt: list[int]) -> tuple[str, str]:
+        """Decode and prefill worker of one request."""
+        async with self.client as client:
+            answer = await client.completions.create(
+                model=NAME, prompt=prompt, max_tokens=NEW_TOKENS, extra_body={"timeline": True, "ignore_eos": True}
+            )
+        timeline = (answer.model_extra or {})["baton_timeline"]
+        return timeline["decode_worker"], timeline["prefill_worker"]
+
+
+@asynccontextmanager
+async def up(checkpoint: Path, directory: Path, *options: str) -> AsyncIterator[Up]:
+    """Started, healthy; afterwards ended by Ctrl-C, with nothing left."""
+    http, grpc = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "baton_cli.main", "up", "--model", str(checkpoint), "--http", http, "--grpc", grpc]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    with (directory / "up.log").open("w") as log:
+        process = subprocess.Popen(  # noqa: ASYNC220 - it takes a millisecond
+            [*command, "--run-directory", str(directory / "run"), *SMALL, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            text=True,
+            env=environment,
+        )
+    running = Up(process, directory / "run", f"http://{http}", grpc)
+    services: Sequence[psutil.Process] = ()
+    try:
+        async with httpx.AsyncClient() as client:
+
+            async def healthy() -> bool:
+                assert process.poll() is None, (directory / "up.log").read_text()
+                try:
+                    return (await client.get(f"{running.http}/health")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await eventually(healthy, 120, "a healthy cluster", interval=0.1)
+        services = psutil.Process(process.pid).children(recursive=True)
+        yield running
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, 30) == 0, (directory / "up.log").read_text()
+        assert not [service for service in services if service.is_running() and service.status() != "zombie"]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+async def check_answers(running: Up, checkpoint: Path, *, exact: bool) -> None:
+    """Both APIs' prompts, a chat, log-probabilities, and one token too many."""
+    tokenizer = load_tokenizer(checkpoint)
+    messages = [{"role": "user", "content": "Hello there, 12 bells"}]
+    async with running.client as client:
+        assert [model.id async for model in client.models.list()] == [NAME]
+        whole = await client.chat.completions.create(
+            model=NAME,
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=20,
+            extra_body={"ignore_eos": True},
+        )
+        expected = greedy(checkpoint, tokenizer.encode_chat(messages))
+        assert whole.usage is not None and whole.usage.completion_tokens == NEW_TOKENS
+        assert whole.choices[0].logprobs is not None
+        if exact:
+            named = [token_id for token_id in expected if token_id < tokenizer.vocab_size]
+            assert whole.choices[0].message.content == tokenizer.decode(named)
+        text = ""
+        stream = await client.completions.create(
+            model=NAME,
+            prompt=tokenizer.encode_chat(messages),
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].text
+        assert text == whole.choices[0].message.content
+        with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
+            await client.completions.create(model=NAME, prompt=[5] * (CONTEXT - 3), max_tokens=4)
+
+
+async def test_one_of_each(checkpoint: Path, tmp_path: Path) -> None:
+    async with up(checkpoint, tmp_path) as running:
+        await check_answers(running, checkpoint, exact=True)
+        assert {service["name"] for service in running.services()} == {
+            "gateway",
+            "prefill-0",
+            "decode-0",
+            "agent-prefill-0",
+            "agent-decode-0",
+        }
+
+
+async def test_colocated(checkpoint: Path, tmp_path: Path) -> None:
+    async with up(checkpoint, tmp_path, "--colocated", "--decode", "2") as running:
+        await check_answers(running, checkpoint, exact=True)
+        assert {service["name"] for service in running.services()} == {"gateway", "decode-0", "decode-1"}
+
+
+async def test_two_of_each_in_bfloat16_over_shared_memory(checkpoint: Path, tmp_path: Path) -> None:
+    options = ("--prefill", "2", "--decode", "2", "--dtype", "bfloat16", "--transport", "shm")
+    async with up(checkpoint, tmp_path, *options) as running:
+        await check_answers(running, checkpoint, exact=False)
+        used = await asyncio.gather(*(running.worker_of([5 + index] * 100) for index in range(4)))
+        assert {decode for decode, _ in used} == {"decode-0", "decode-1"}
+        assert {prefill for _, prefill in used} == {"prefill-0", "prefill-1"}
