@@ -1,0 +1,146 @@
+"""The bare libfabric loop (native/bare_loop.cpp) as processes of its own, and the CPU time of processes."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).parent / "native" / "bare_loop.cpp"
+BUILD = Path(__file__).parents[2] / "build" / "bench"
+DEADLINE_S = 120.0
+
+Offsets = Sequence[tuple[int, int]]
+"""(offset in the source pool, offset in the destination pool) of each write."""
+
+
+class Pool(NamedTuple):
+    """Memory that a process maps: a memfd and how much of it."""
+
+    fd: int
+    length: int
+
+
+def compiled(source: Path, *flags: str) -> Path:
+    """The program (or library) of one C++ file, built if it is older than its source."""
+    target = BUILD / source.stem
+    if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
+        BUILD.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["g++", "-std=c++20", "-O2", "-o", str(target), str(source), *flags], check=True)
+    return target
+
+
+def bare_loop() -> Path:
+    flags = subprocess.run(
+        ["pkg-config", "--cflags", "--libs", "libfabric"], check=True, capture_output=True, text=True
+    ).stdout
+    return compiled(SOURCE, *shlex.split(flags))
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process, to the nanosecond where /proc has ticks of 10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+class BareProcess:
+    """One process of the loop: a command a line, an answer a line."""
+
+    def __init__(self, *arguments: object, pools: Sequence[Pool]) -> None:
+        self._process = subprocess.Popen(
+            [str(bare_loop()), *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[pool.fd for pool in pools],
+        )
+        self.pid = self._process.pid
+        self.identity = self.answer().split()[1:]
+
+    def command(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the bare loop ended with status {self._process.wait(DEADLINE_S)}")
+        return line.strip()
+
+    def call(self, line: str) -> str:
+        self.command(line)
+        return self.answer()
+
+    def load(self, length: int, writes: Offsets) -> None:
+        lines = [f"load {length} {len(writes)}", *(f"{source} {destination}" for source, destination in writes)]
+        self.call("\n".join(lines))
+
+    def span(self, line: str) -> float:
+        """Seconds between the two times that a command answers with."""
+        begin, end = map(int, self.call(line).split())
+        return (end - begin) / 1e9
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(DEADLINE_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+
+class Run(NamedTuple):
+    """Seconds from the first post until the receiver saw the last immediate, and CPU seconds of both sides."""
+
+    seconds: float
+    cpu: float
+
+
+class BarePair:
+    """Sender and receiver of the bare loop over two pools."""
+
+    def __init__(self, provider: str, node: str, window: int, source: Pool, destination: Pool) -> None:
+        self.sender = BareProcess("fabric", provider, node, window, *source, pools=[source])
+        self.receiver = BareProcess("fabric", provider, node, window, *destination, pools=[destination])
+        self.sender.call("connect " + " ".join(self.receiver.identity))
+
+    def run(self, length: int, writes: Offsets, *, wait: bool) -> Run:
+        """`wait`: block on the queues where they are empty, as the agent does; otherwise poll without end."""
+        self.sender.load(length, writes)
+        before = self._cpu()
+        self.receiver.call(f"receive {len(writes)} {int(wait)}")
+        begin, _ = map(int, self.sender.call(f"send {int(wait)}").split())
+        _, end = map(int, self.receiver.answer().split())
+        return Run((end - begin) / 1e9, self._cpu() - before)
+
+    def _cpu(self) -> float:
+        return cpu_seconds(self.sender.pid) + cpu_seconds(self.receiver.pid)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+@contextmanager
+def bare_pair(provider: str, node: str, window: int, source: Pool, destination: Pool) -> Iterator[BarePair]:
+    pair = BarePair(provider, node, window, source, destination)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+@contextmanager
+def copier(source: Pool, destination: Pool) -> Iterator[BareProcess]:
+    """A process with a memcpy loop from one pool into the other."""
+    process = BareProcess("copy", *source, *destination, pools=[source, destination])
+    try:
+        yield process
+    finally:
+        process.close()
