@@ -167,7 +167,12 @@ class Engine:
     """A fabric, its one progress thread, and everything that lives on them."""
 
     def __init__(
-        self, provider: str = "auto", node: str = "127.0.0.1", spin: bool = False, post_timeout_ms: int = 5000
+        self,
+        provider: str = "auto",
+        node: str = "127.0.0.1",
+        spin: bool = False,
+        post_timeout_ms: int = 5000,
+        device_memory: bool = False,
     ) -> None:
         """Opens the fabric and starts the progress thread. Takes milliseconds.
 
@@ -176,7 +181,8 @@ class Engine:
         1.11 to 1.17 can crash the process if an endpoint is closed within a message, so prefer newer ones. node: local
         address to bind to, ignored by shm. spin: the thread never blocks; for a core of its own. post_timeout_ms: a
         peer that accepts and completes nothing for this long while there is work for it has failed; one write that is
-        older than four times this fails its peer too.
+        older than four times this fails its peer too. device_memory: of the names that provider stands for, prefer one
+        that can register memory of GPUs.
         """
     @property
     def provider(self) -> str:
@@ -186,7 +192,8 @@ class Engine:
 
         provider, fabric, domain: str; cq_data_size, mr_mode, mr_key_size, max_msg_size, inject_size, tx_size, window
         (writes in flight to a peer at most): int; mr_local, mr_virt_addr, mr_prov_key, mr_allocated, wait_fd (the
-        thread can block until something completes), ordered (writes to a peer land in the order of posting): bool.
+        thread can block until something completes), ordered (writes to a peer land in the order of posting),
+        device_memory (of GPUs may be registered, if this libfabric was built for it), dmabuf (as dma-bufs too): bool.
         """
     @property
     def event_fd(self) -> int:
@@ -217,14 +224,33 @@ class Engine:
         May take long for large regions. base is what to add to an offset to address the region remotely: 0 where the
         provider addresses by offset.
         """
+    def register_device_region(
+        self, address: int, length: int, device: int, dmabuf_fd: int = -1
+    ) -> tuple[int, int, int]:
+        """Registers memory of CUDA device ``device`` that this process has mapped at ``address``, as register_region.
+
+        dmabuf_fd: a dma-buf of the same bytes, used where the provider takes it; duplicated. Refused with
+        DEVICE_UNSUPPORTED without the capability device_memory, with FABRIC_CALL_FAILED where libfabric was
+        built without CUDA. The addresses stay the caller's, who keeps them mapped until the region is deregistered,
+        and reserved until region_retired is false.
+        """
     def deregister_region(self, region: int) -> None:
         """Refused with REGION_IN_USE while a transfer reads it or an inbox may be written through it.
 
         A write that was never quiesced cannot hurt any more: it is refused by the fabric or lands in memory that
         nobody sees.
         """
-    def attach_counter(self, memory_fd: int, doorbell_fd: int) -> int:
-        """memory_fd: the 64-bit counter is at offset 0, native byte order; doorbell_fd: an eventfd. Both duplicated."""
+    def region_retired(self, region: int) -> bool:
+        """Whether the region was deregistered, but an endpoint is open still over which its addresses may be written.
+
+        False for a region that there never was.
+        """
+    def attach_counter(self, memory_fd: int, doorbell_fd: int, rung: bool = True) -> int:
+        """memory_fd: the 64-bit counter is at offset 0, native byte order; doorbell_fd: an eventfd. Both duplicated.
+
+        rung: the doorbell rings whenever the counter has moved. Without it, as with a GPU that stores, the thread spins
+        while a submitted chunk waits for the counter.
+        """
     def detach_counter(self, counter: int) -> None:
         """Refused with COUNTER_IN_USE while a transfer that has not ended uses it."""
 

@@ -118,9 +118,10 @@ class FabricEngine:
         *,
         spin: bool = False,
         post_timeout_ms: int = 5000,
+        device_memory: bool = False,
     ) -> FabricEngine:
         """Opens the fabric. Raises FabricError(PROVIDER_UNAVAILABLE)."""
-        native = await asyncio.to_thread(Engine, provider, node, spin, post_timeout_ms)
+        native = await asyncio.to_thread(Engine, provider, node, spin, post_timeout_ms, device_memory)
         return cls(native, asyncio.get_running_loop())
 
     @property
@@ -158,11 +159,22 @@ class FabricEngine:
     async def register_region(self, fd: int, length: int) -> RegisteredRegion:
         return RegisteredRegion(*await asyncio.to_thread(self._native.register_region, fd, length))
 
+    async def register_device_region(
+        self, address: int, length: int, device: int, dmabuf_fd: int | None = None
+    ) -> RegisteredRegion:
+        dmabuf = -1 if dmabuf_fd is None else dmabuf_fd
+        return RegisteredRegion(
+            *await asyncio.to_thread(self._native.register_device_region, address, length, device, dmabuf)
+        )
+
     async def deregister_region(self, region: int) -> None:
         await asyncio.to_thread(self._native.deregister_region, region)
 
-    def attach_counter(self, memory_fd: int, doorbell_fd: int) -> int:
-        return self._native.attach_counter(memory_fd, doorbell_fd)
+    def region_retired(self, region: int) -> bool:
+        return self._native.region_retired(region)
+
+    def attach_counter(self, memory_fd: int, doorbell_fd: int, rung: bool = True) -> int:
+        return self._native.attach_counter(memory_fd, doorbell_fd, rung)
 
     def detach_counter(self, counter: int) -> None:
         self._native.detach_counter(counter)

@@ -35,8 +35,8 @@ UniqueFd duplicate_doorbell(int fd) {
 
 }  // namespace
 
-LayerCounter::LayerCounter(uint64_t id, int memory_fd, int doorbell_fd)
-    : id_(id), memory_(map_cell(memory_fd)), doorbell_(duplicate_doorbell(doorbell_fd)) {
+LayerCounter::LayerCounter(uint64_t id, int memory_fd, int doorbell_fd, bool rung)
+    : id_(id), memory_(map_cell(memory_fd)), doorbell_(duplicate_doorbell(doorbell_fd)), rung_(rung) {
     refresh();
 }
 
@@ -51,8 +51,8 @@ bool LayerCounter::refresh() {
     return true;
 }
 
-LayerCounter &CounterTable::add(int memory_fd, int doorbell_fd) {
-    counters_.push_back(std::make_unique<LayerCounter>(next_, memory_fd, doorbell_fd));
+LayerCounter &CounterTable::add(int memory_fd, int doorbell_fd, bool rung) {
+    counters_.push_back(std::make_unique<LayerCounter>(next_, memory_fd, doorbell_fd, rung));
     ++next_;
     metrics_.counters.add();
     return *counters_.back();
@@ -75,6 +75,10 @@ void CounterTable::check_unused(uint64_t id) {
             "counter " + std::to_string(id) + " is used by " + std::to_string(counter.transfers) + " transfers",
             {{"counter", std::to_string(id)}, {"transfers", std::to_string(counter.transfers)}});
     }
+}
+
+bool CounterTable::must_be_polled() const {
+    return std::any_of(counters_.begin(), counters_.end(), [](const auto &each) { return each->must_be_polled(); });
 }
 
 void CounterTable::remove(uint64_t id) {

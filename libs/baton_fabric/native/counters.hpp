@@ -16,10 +16,12 @@ class Transfer;
 // the eventfd that it rings afterwards.
 class LayerCounter {
   public:
-    LayerCounter(uint64_t id, int memory_fd, int doorbell_fd);
+    LayerCounter(uint64_t id, int memory_fd, int doorbell_fd, bool rung);
 
     uint64_t id() const { return id_; }
     int doorbell() const { return doorbell_.get(); }
+    // A GPU stores, and rings nothing: then the cell is polled while somebody waits for it.
+    bool must_be_polled() const { return !rung_ && !waiting.empty(); }
     uint64_t value() const { return value_; }
 
     // Reads the cell; whether it has moved. Whatever was written before the store is visible afterwards.
@@ -33,6 +35,7 @@ class LayerCounter {
     uint64_t id_;
     Mapping memory_;
     UniqueFd doorbell_;
+    bool rung_;
     uint64_t value_ = 0;
 };
 
@@ -40,12 +43,13 @@ class CounterTable {
   public:
     explicit CounterTable(Metrics &metrics) : metrics_(metrics) {}
 
-    LayerCounter &add(int memory_fd, int doorbell_fd);
+    LayerCounter &add(int memory_fd, int doorbell_fd, bool rung);
     LayerCounter &at(uint64_t id);
     // Throws Error while transfers use it.
     void check_unused(uint64_t id);
     void remove(uint64_t id);
 
+    bool must_be_polled() const;
     const std::vector<std::unique_ptr<LayerCounter>> &all() const { return counters_; }
 
   private:

@@ -6,8 +6,8 @@
 
 namespace baton::fabric {
 
-Domain::Domain(const std::string &provider, const std::string &node)
-    : info_(find_provider(provider, node)), capabilities_(capabilities_of(*info_)) {
+Domain::Domain(const std::string &provider, const std::string &node, bool device_memory)
+    : info_(find_provider(provider, node, device_memory)), capabilities_(capabilities_of(*info_)) {
     fid_fabric *fabric = nullptr;
     check("fi_fabric", fi_fabric(info_->fabric_attr, &fabric, nullptr));
     fabric_.reset(fabric);

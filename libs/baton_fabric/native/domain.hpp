@@ -14,7 +14,7 @@ namespace baton::fabric {
 // One NIC: fabric, domain, and the completion queues of its endpoints. Used by one thread at a time.
 class Domain {
   public:
-    Domain(const std::string &provider, const std::string &node);
+    Domain(const std::string &provider, const std::string &node, bool device_memory);
 
     const Capabilities &capabilities() const { return capabilities_; }
     const fi_info &info() const { return *info_; }

@@ -114,15 +114,30 @@ Engine::RegisteredRegion Engine::register_region(int fd, uint64_t length) {
         kRegisterNs);
 }
 
+Engine::RegisteredRegion Engine::register_device_region(DeviceRange range) {
+    auto own = std::make_shared<UniqueFd>(range.dmabuf_fd < 0 ? UniqueFd() : UniqueFd::duplicate(range.dmabuf_fd));
+    return call(
+        [own, range](Progress &progress) {
+            const Region &region = progress.regions().add({range.address, range.length, range.device, own->get()});
+            return RegisteredRegion{region.id, region.key, region.base};
+        },
+        kRegisterNs);
+}
+
 void Engine::deregister_region(uint64_t region) {
     call([region](Progress &progress) { progress.deregister_region(region); });
 }
 
-uint64_t Engine::attach_counter(int memory_fd, int doorbell_fd) {
+bool Engine::region_retired(uint64_t region) {
+    return call([region](Progress &progress) { return progress.regions().retired(region); });
+}
+
+uint64_t Engine::attach_counter(int memory_fd, int doorbell_fd, bool rung) {
     auto memory = std::make_shared<UniqueFd>(UniqueFd::duplicate(memory_fd));
     auto doorbell = std::make_shared<UniqueFd>(UniqueFd::duplicate(doorbell_fd));
-    return call(
-        [memory, doorbell](Progress &progress) { return progress.attach_counter(memory->get(), doorbell->get()); });
+    return call([memory, doorbell, rung](Progress &progress) {
+        return progress.attach_counter(memory->get(), doorbell->get(), rung);
+    });
 }
 
 void Engine::detach_counter(uint64_t counter) {

@@ -42,8 +42,10 @@ class Engine {
     void close();
 
     RegisteredRegion register_region(int fd, uint64_t length);
+    RegisteredRegion register_device_region(DeviceRange range);
     void deregister_region(uint64_t region);
-    uint64_t attach_counter(int memory_fd, int doorbell_fd);
+    bool region_retired(uint64_t region);
+    uint64_t attach_counter(int memory_fd, int doorbell_fd, bool rung);
     void detach_counter(uint64_t counter);
     std::pair<uint64_t, std::string> open_endpoint();
     std::vector<std::pair<uint32_t, uint32_t>> close_endpoint(uint64_t endpoint);

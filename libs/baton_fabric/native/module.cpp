@@ -106,6 +106,12 @@ nb::dict capabilities(const Engine &engine) {
     result["window"] = engine.window();
     result["wait_fd"] = engine.has_wait_fd();
     result["ordered"] = caps.ordered;
+    result["device_memory"] = caps.device_memory;
+#ifdef FI_MR_DMABUF
+    result["dmabuf"] = caps.device_memory && caps.mr_virt_addr();
+#else
+    result["dmabuf"] = false;
+#endif
     return result;
 }
 
@@ -185,12 +191,14 @@ NB_MODULE(_native, m) {
     nb::class_<Engine>(m, "Engine")
         .def(
             "__init__",
-            [](Engine *self, std::string provider, std::string node, bool spin, uint64_t post_timeout_ms) {
+            [](Engine *self, std::string provider, std::string node, bool spin, uint64_t post_timeout_ms,
+               bool device_memory) {
                 const nb::gil_scoped_release release;
-                new (self) Engine({std::move(provider), std::move(node), spin, post_timeout_ms * 1'000'000});
+                new (self)
+                    Engine({std::move(provider), std::move(node), spin, post_timeout_ms * 1'000'000, device_memory});
             },
             nb::arg("provider") = "auto", nb::arg("node") = "127.0.0.1", nb::arg("spin") = false,
-            nb::arg("post_timeout_ms") = 5000)
+            nb::arg("post_timeout_ms") = 5000, nb::arg("device_memory") = false)
         .def_prop_ro("provider", [](const Engine &engine) { return engine.capabilities().provider; })
         .def("capabilities", &capabilities)
         .def_prop_ro("event_fd", &Engine::event_fd)
@@ -205,8 +213,18 @@ NB_MODULE(_native, m) {
                 return std::make_tuple(region.region, region.key, region.base);
             },
             nb::arg("fd"), nb::arg("length"))
+        .def(
+            "register_device_region",
+            [](Engine &engine, uint64_t address, uint64_t length, int device, int dmabuf_fd) {
+                const nb::gil_scoped_release release;
+                const auto region = engine.register_device_region({address, length, device, dmabuf_fd});
+                return std::make_tuple(region.region, region.key, region.base);
+            },
+            nb::arg("address"), nb::arg("length"), nb::arg("device"), nb::arg("dmabuf_fd") = -1)
         .def("deregister_region", &Engine::deregister_region, nb::arg("region"), NoGil())
-        .def("attach_counter", &Engine::attach_counter, nb::arg("memory_fd"), nb::arg("doorbell_fd"), NoGil())
+        .def("region_retired", &Engine::region_retired, nb::arg("region"), NoGil())
+        .def("attach_counter", &Engine::attach_counter, nb::arg("memory_fd"), nb::arg("doorbell_fd"),
+             nb::arg("rung") = true, NoGil())
         .def("detach_counter", &Engine::detach_counter, nb::arg("counter"), NoGil())
         .def("open_endpoint",
              [](Engine &engine) {

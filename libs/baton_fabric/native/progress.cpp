@@ -25,7 +25,7 @@ Progress::Progress(const Options &options, CommandQueue &commands, EventQueue &e
       commands_(commands),
       events_(events),
       metrics_(metrics),
-      domain_(options.provider, options.node),
+      domain_(options.provider, options.node, options.device_memory),
       regions_(domain_, metrics),
       counters_(metrics),
       inboxes_(regions_, events, metrics),
@@ -93,8 +93,8 @@ void Progress::deregister_region(uint64_t region) {
     regions_.remove(region, std::move(open));
 }
 
-uint64_t Progress::attach_counter(int memory_fd, int doorbell_fd) {
-    LayerCounter &counter = counters_.add(memory_fd, doorbell_fd);
+uint64_t Progress::attach_counter(int memory_fd, int doorbell_fd, bool rung) {
+    LayerCounter &counter = counters_.add(memory_fd, doorbell_fd, rung);
     waiter_.add(counter.doorbell(), Waiter::Source::kDoorbell, counter.id(), true);
     return counter.id();
 }
@@ -167,7 +167,7 @@ void Progress::turn() {
     if (active) {
         poll_interval_ns_ = kShortestPollNs;
         last_active_ns_ = now;
-    } else if (!options_.spin) {
+    } else if (!options_.spin && !counters_.must_be_polled()) {
         wait(now);
     }
 }

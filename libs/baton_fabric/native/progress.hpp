@@ -25,6 +25,7 @@ struct Options {
     std::string node = "127.0.0.1";
     bool spin = false;
     uint64_t post_timeout_ns = 5'000'000'000;
+    bool device_memory = false;  // prefer a provider that can register memory of GPUs
 };
 
 // What the progress thread owns, and its loop. Everything here happens on that thread.
@@ -43,7 +44,7 @@ class Progress {
                     std::vector<uint64_t> regions);
     bool close_inbox(uint64_t slot, uint64_t generation);
     void deregister_region(uint64_t region);
-    uint64_t attach_counter(int memory_fd, int doorbell_fd);
+    uint64_t attach_counter(int memory_fd, int doorbell_fd, bool rung);
     void detach_counter(uint64_t counter);
     uint64_t connect(const std::string &address);
     void open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan);

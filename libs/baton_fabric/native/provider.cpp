@@ -18,16 +18,27 @@ namespace {
 
 constexpr uint64_t kWriteAfterWrite = FI_ORDER_WAW | FI_ORDER_RMA_WAW;
 
+// The interface that this code was written against. Providers take dma-bufs from those only who know of 1.20.
+uint32_t interface_version([[maybe_unused]] bool device_memory) {
+#ifdef FI_MR_DMABUF
+    if (device_memory) {
+        return FI_VERSION(1, 20);
+    }
+#endif
+    return FI_VERSION(1, 11);
+}
+
 // fi_getinfo of one provider name; null where there is none.
-Info query(const std::string &name, const std::string &node, uint64_t order) {
+Info query(const std::string &name, const std::string &node, uint64_t order, bool device_memory) {
     Info hints(fi_allocinfo());
     if (!hints) {
         throw fabric_call_failed("fi_allocinfo", -FI_ENOMEM);
     }
-    hints->caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+    hints->caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE | (device_memory ? FI_HMEM : 0);
     hints->mode = FI_CONTEXT | FI_CONTEXT2;
     hints->ep_attr->type = FI_EP_RDM;
-    hints->domain_attr->mr_mode = static_cast<int>(FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY | FI_MR_ALLOCATED);
+    hints->domain_attr->mr_mode = static_cast<int>(FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY | FI_MR_ALLOCATED |
+                                                   (device_memory ? FI_MR_HMEM : 0));
     hints->domain_attr->threading = FI_THREAD_DOMAIN;
     hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
     hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
@@ -39,8 +50,8 @@ Info query(const std::string &name, const std::string &node, uint64_t order) {
     // shm names its endpoints by process; an IP address means nothing to it.
     const bool by_node = name != "shm" && !node.empty();
     fi_info *found = nullptr;
-    const int result = fi_getinfo(FI_VERSION(1, 11), by_node ? node.c_str() : nullptr, nullptr, by_node ? FI_SOURCE : 0,
-                                  hints.get(), &found);
+    const int result = fi_getinfo(interface_version(device_memory), by_node ? node.c_str() : nullptr, nullptr,
+                                  by_node ? FI_SOURCE : 0, hints.get(), &found);
     if (result != 0) {
         return nullptr;
     }
@@ -48,10 +59,10 @@ Info query(const std::string &name, const std::string &node, uint64_t order) {
 }
 
 // Asks for ordered writes first: a provider promises an order only where it was asked for.
-Info query(const std::string &name, const std::string &node) {
+Info query(const std::string &name, const std::string &node, bool device_memory) {
     for (const uint64_t order :
          {static_cast<uint64_t>(kWriteAfterWrite), static_cast<uint64_t>(FI_ORDER_WAW), static_cast<uint64_t>(0)}) {
-        Info found = query(name, node, order);
+        Info found = query(name, node, order, device_memory);
         // "tcp" alone also matches "tcp;ofi_rxm" in libfabric 1.x, where tcp itself has no RDM endpoints.
         for (const fi_info *info = found.get(); info != nullptr; info = info->next) {
             if (name == info->fabric_attr->prov_name) {
@@ -73,12 +84,17 @@ std::vector<std::string> names_of(const std::string &provider) {
 
 }  // namespace
 
-Info find_provider(const std::string &provider, const std::string &node) {
+Info find_provider(const std::string &provider, const std::string &node, bool device_memory) {
     const auto names = names_of(provider);
-    for (const auto &name : names) {
-        Info info = query(name, node);
-        if (info && info->domain_attr->cq_data_size >= sizeof(uint32_t)) {
-            return info;
+    for (const bool on_devices : {true, false}) {
+        if (on_devices && !device_memory) {
+            continue;
+        }
+        for (const auto &name : names) {
+            Info info = query(name, node, on_devices);
+            if (info && info->domain_attr->cq_data_size >= sizeof(uint32_t)) {
+                return info;
+            }
         }
     }
     std::string tried;
@@ -106,6 +122,7 @@ Capabilities capabilities_of(const fi_info &info) {
     caps.ordered = caps.provider != "shm" && (info.tx_attr->msg_order & kWriteAfterWrite) != 0 &&
                    (info.rx_attr->msg_order & kWriteAfterWrite) != 0 &&
                    info.ep_attr->max_order_waw_size >= info.ep_attr->max_msg_size;
+    caps.device_memory = (info.caps & FI_HMEM) != 0;
     return caps;
 }
 
@@ -113,6 +130,7 @@ bool Capabilities::mr_local() const { return (mr_mode & FI_MR_LOCAL) != 0; }
 bool Capabilities::mr_virt_addr() const { return (mr_mode & FI_MR_VIRT_ADDR) != 0; }
 bool Capabilities::mr_prov_key() const { return (mr_mode & FI_MR_PROV_KEY) != 0; }
 bool Capabilities::mr_allocated() const { return (mr_mode & FI_MR_ALLOCATED) != 0; }
+bool Capabilities::mr_device() const { return (mr_mode & FI_MR_HMEM) != 0; }
 
 int process_of(const Capabilities &capabilities, const std::string &address) {
     constexpr const char *kPrefix = "fi_shm://";

@@ -22,11 +22,14 @@ struct Capabilities {
     uint64_t tx_size = 0;
     // Writes to a peer land in the order of posting.
     bool ordered = false;
+    // Memory of GPUs can be registered, as far as this libfabric was built for it.
+    bool device_memory = false;
 
     bool mr_local() const;
     bool mr_virt_addr() const;
     bool mr_prov_key() const;
     bool mr_allocated() const;
+    bool mr_device() const;
 };
 
 struct InfoDeleter {
@@ -35,8 +38,9 @@ struct InfoDeleter {
 using Info = std::unique_ptr<fi_info, InfoDeleter>;
 
 // Asks libfabric for an RDM endpoint that can write with remote CQ data. `provider` is "auto", "tcp", "shm" or a
-// libfabric name; `node` the local address to bind to. Throws Error(PROVIDER_UNAVAILABLE).
-Info find_provider(const std::string &provider, const std::string &node);
+// libfabric name; `node` the local address to bind to; `device_memory` prefers one that can register memory of GPUs.
+// Throws Error(PROVIDER_UNAVAILABLE).
+Info find_provider(const std::string &provider, const std::string &node, bool device_memory);
 
 Capabilities capabilities_of(const fi_info &info);
 

@@ -7,6 +7,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include <rdma/fi_domain.h>
+
 #include "domain.hpp"
 #include "metrics.hpp"
 #include "resources.hpp"
@@ -16,7 +18,9 @@ namespace baton::fabric {
 // Memory that was handed over and is registered with the domain.
 struct Region {
     uint64_t id = 0;
-    Mapping mapping;
+    Mapping mapping;  // none for a device's memory, which its owner has mapped
+    void *address = nullptr;
+    uint64_t size = 0;
     UniqueFid<fid_mr> registration;  // closed before the mapping goes
     void *descriptor = nullptr;
     uint64_t key = 0;
@@ -24,8 +28,16 @@ struct Region {
     uint32_t transfers = 0;  // that read it and have not ended
     uint32_t inboxes = 0;    // that are open, not full, and said to be written through it
 
-    const char *bytes() const { return static_cast<const char *>(mapping.address()); }
-    uint64_t length() const { return mapping.length(); }
+    const char *bytes() const { return static_cast<const char *>(address); }
+    uint64_t length() const { return size; }
+};
+
+// Memory of a GPU that this process has mapped.
+struct DeviceRange {
+    uint64_t address;
+    uint64_t length;
+    int device;     // its ordinal
+    int dmabuf_fd;  // a dma-buf of the range from its beginning; -1 for none
 };
 
 class RegionTable {
@@ -33,6 +45,8 @@ class RegionTable {
     RegionTable(Domain &domain, Metrics &metrics) : domain_(domain), metrics_(metrics) {}
 
     Region &add(int fd, uint64_t length);
+    // The range's addresses must be kept until, after remove(), retired() says that nothing can reach them any more.
+    Region &add(const DeviceRange &range);
     Region &at(uint64_t id);
     Region *find(uint64_t id);
     std::vector<uint64_t> ids() const;
@@ -42,13 +56,19 @@ class RegionTable {
     // mapped, to memory that nobody sees.
     void remove(uint64_t id, std::set<uint64_t> endpoints);
     void endpoint_closed(uint64_t endpoint);
+    // Whether a removed region's addresses must still be kept.
+    bool retired(uint64_t id) const;
 
   private:
     struct Retired {
+        uint64_t id;
         Mapping mapping;
         std::set<uint64_t> endpoints;
     };
 
+    // Null with an error in `result`.
+    fid_mr *register_memory(fi_mr_attr attributes, uint64_t flags, int &result);
+    Region &keep(std::unique_ptr<Region> region, fid_mr *registration);
     uint64_t draw_key();
 
     Domain &domain_;
