@@ -3,6 +3,7 @@
 from baton.v1 import common_pb2
 
 from baton_kv.layout import Order, PageLayout
+from baton_kv.plan import LayoutMismatch, common_page_size
 
 ORDERS: dict[Order, common_pb2.KvOrder.ValueType] = {
     "HND": common_pb2.KV_ORDER_HND,
@@ -24,3 +25,16 @@ def layout_message(layout: PageLayout, dtype: str, kv_heads: int) -> common_pb2.
         element_size=layout.element_size,
         dtype=dtype,
     )
+
+
+def transferable(source: common_pb2.KvLayout, destination: common_pb2.KvLayout) -> bool:
+    """Whether pages of one cache can be written into the other: all is equal but the number of pages, which is each
+    side's own affair, and the page size, of which one divides the other."""
+    try:
+        common_page_size(source.page_size, destination.page_size)
+    except LayoutMismatch:
+        return False
+    same = common_pb2.KvLayout()
+    same.CopyFrom(source)
+    same.pages, same.page_size = destination.pages, destination.page_size
+    return same == destination

@@ -131,17 +131,27 @@ class AgentSession:
     # --- sending side ---------------------------------------------------------------------------------------------
 
     async def open_transfer(
-        self, inbox: agent_pb2.InboxDescriptor, source_pages: Sequence[int], destination_pages: Sequence[int]
+        self,
+        inbox: agent_pb2.InboxDescriptor,
+        source_pages: Sequence[int],
+        destination_pages: Sequence[int],
+        *,
+        prefix_tokens: int = 0,
     ) -> Transfer:
-        """Raises as `open_inbox` does. A cancelled call leaves nothing."""
-        return await self._opened(self._open_transfer(inbox, source_pages, destination_pages), self.cancel_transfer)
+        """Both lists start with the page that holds position `prefix_tokens` of the prompt.
 
-    async def _open_transfer(
-        self, inbox: agent_pb2.InboxDescriptor, source_pages: Sequence[int], destination_pages: Sequence[int]
-    ) -> Transfer:
+        Raises as `open_inbox` does. A cancelled call leaves nothing.
+        """
         request = agent_pb2.OpenTransferRequest(
-            session=self.session, inbox=inbox, source_pages=source_pages, destination_pages=destination_pages
+            session=self.session,
+            inbox=inbox,
+            source_pages=source_pages,
+            destination_pages=destination_pages,
+            prefix_tokens=prefix_tokens,
         )
+        return await self._opened(self._open_transfer(request), self.cancel_transfer)
+
+    async def _open_transfer(self, request: agent_pb2.OpenTransferRequest) -> Transfer:
         response = await self._call(self._stub.OpenTransfer, request, CALL_TIMEOUT_S)
         return Transfer(response.transfer, self._expect(self._transfers, response.transfer))
 

@@ -19,7 +19,7 @@ from baton_kv.plan import expected_extents, pages_to_transfer
 from baton_kv.shards import ShardMap
 from baton_rpc.addresses import AddressError
 from baton_rpc.errors import RemoteError
-from baton_rpc.layouts import layout_message
+from baton_rpc.layouts import layout_message, transferable
 from baton_telemetry.metrics import DecodeMetrics
 from baton_worker.agent_session import AgentSession, Inbox
 from baton_worker.background import first_of
@@ -115,10 +115,9 @@ class KvReceiver:
     @staticmethod
     def _compatible(engine: EngineHost, worker: registry_pb2.WorkerInfo) -> bool:
         info = engine.info
-        ours, theirs = layout_message(engine.layout, info.dtype, info.kv_heads), common_pb2.KvLayout()
-        theirs.CopyFrom(worker.layout)
-        theirs.pages = ours.pages
-        return worker.model.fingerprint == info.fingerprint and ours == theirs and worker.HasField("agent")
+        ours = layout_message(engine.layout, info.dtype, info.kv_heads)
+        same_model = worker.model.fingerprint == info.fingerprint
+        return same_model and transferable(worker.layout, ours) and worker.HasField("agent")
 
     async def _attempt(
         self, engine: EngineHost, worker: registry_pb2.WorkerInfo, wanted: _Wanted, retries: int
@@ -134,6 +133,7 @@ class KvReceiver:
             prompt_tokens=prompt_tokens,
             prefix_tokens=prefix_tokens,
             page_size=info.page_size,
+            source_page_size=worker.layout.page_size,
             layers=info.layers,
         )
         first = prefix_tokens // info.page_size

@@ -15,7 +15,7 @@ from baton_worker.worker import Worker
 async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM."""
     section = settings.prefill
-    sender = KvSender(BackgroundTasks(), section.page_size)
+    sender = KvSender(BackgroundTasks())
     metrics = PrefillMetrics()
     worker = Worker(settings, section, registry_pb2.WORKER_ROLE_PREFILL, metrics, sender, with_agent=True)
     worker.add(

@@ -28,6 +28,8 @@ class Outgoing:
     transfer: Transfer
     prompt_tokens: int
     prefix_tokens: int
+    # Tokens of the smaller of the two sides' pages: what the chunk plans count in.
+    page_size: int
     # Resolves to a reason if the agent could not be told of a step: the transfer can't be completed then.
     broken: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -39,9 +41,8 @@ class Outgoing:
 class KvSender:
     """Announces chunk plans to the agent as steps begin."""
 
-    def __init__(self, background: BackgroundTasks, page_size: int) -> None:
+    def __init__(self, background: BackgroundTasks) -> None:
         self._background = background
-        self._page_size = page_size
         self._outgoing: dict[int, Outgoing] = {}
 
     def track(self, sequence_id: int, outgoing: Outgoing) -> None:
@@ -59,7 +60,9 @@ class KvSender:
             if outgoing is None:
                 continue
             prefilled = outgoing.prompt_tokens - 1
-            pages = chunk_pages(outgoing.prompt_tokens, outgoing.prefix_tokens, self._page_size, item.start, item.end)
+            pages = chunk_pages(
+                outgoing.prompt_tokens, outgoing.prefix_tokens, outgoing.page_size, item.start, item.end
+            )
             chunk = agent_pb2.ChunkPlan(
                 transfer=outgoing.transfer.transfer,
                 first_page=pages.start,

@@ -12,11 +12,11 @@ from baton.v1 import agent_pb2, common_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton_engine.messages import FinishReason
 from baton_engine.scheduler import Finished, PrefillAdvanced, Sequence
-from baton_kv.plan import pages_to_transfer
+from baton_kv.plan import common_page_size, pages_to_transfer
 from baton_prefill.sender import KvSender, Outgoing
 from baton_rpc.deadline import incoming_deadline
 from baton_rpc.errors import RemoteError
-from baton_rpc.layouts import layout_message
+from baton_rpc.layouts import layout_message, transferable
 from baton_telemetry.metrics import PrefillMetrics
 from baton_worker.agent_session import AgentSession, Transfer
 from baton_worker.background import first_of
@@ -71,7 +71,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._validate(engine, request)
         prompt = tuple(request.prompt_token_ids)
         page_size = engine.info.page_size
-        if not pages_to_transfer(len(prompt), request.prefix_tokens, page_size):
+        smaller = common_page_size(page_size, request.inbox.layout.page_size)
+        if not pages_to_transfer(len(prompt), request.prefix_tokens, smaller):
             return prefill_pb2.RunResponse()
         sequence_id = self._worker.next_sequence_id()
         owner = ("request", sequence_id)
@@ -83,7 +84,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             session = await engine.link.session(AGENT_WAIT_S)
             skipped = request.prefix_tokens // page_size
             transfer = await self._open(session, request, pages[skipped:])
-            outgoing = Outgoing(session, transfer, len(prompt), request.prefix_tokens)
+            outgoing = Outgoing(session, transfer, len(prompt), request.prefix_tokens, smaller)
             engine.reserver.hold(pages, ("transfer", sequence_id))
             self._sender.track(sequence_id, outgoing)
             stream = engine.actor.submit(
@@ -114,20 +115,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise InvalidRequest(
                 f"token id {max(prompt)} is outside the vocabulary of {info.vocab_size}", token_id=max(prompt)
             )
-        ours = layout_message(engine.layout, info.dtype, info.kv_heads)
-        theirs = common_pb2.KvLayout()
-        theirs.CopyFrom(request.inbox.layout)
-        # How many pages each side has is its own affair.
-        theirs.pages = ours.pages
-        if ours != theirs:
+        ours, theirs = layout_message(engine.layout, info.dtype, info.kv_heads), request.inbox.layout
+        if not transferable(ours, theirs):
             raise IncompatibleWorker(f"the KV layouts differ: ours {_short(ours)}; the caller's {_short(theirs)}")
-        if request.prefix_tokens % info.page_size or request.prefix_tokens > len(prompt):
+        if request.prefix_tokens % theirs.page_size or request.prefix_tokens > len(prompt):
             raise InvalidRequest(
-                f"prefix_tokens is {request.prefix_tokens}; it must be a multiple of {info.page_size}, at most "
+                f"prefix_tokens is {request.prefix_tokens}; it must be a multiple of {theirs.page_size}, at most "
                 f"{len(prompt)}",
                 prefix_tokens=request.prefix_tokens,
             )
-        wanted = pages_to_transfer(len(prompt), request.prefix_tokens, info.page_size)
+        wanted = pages_to_transfer(len(prompt), request.prefix_tokens, theirs.page_size)
         if len(request.pages) != wanted:
             raise InvalidRequest(
                 f"{len(request.pages)} destination pages for a transfer of {wanted}", pages=len(request.pages)
@@ -137,7 +134,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def _open(session: AgentSession, request: prefill_pb2.RunRequest, source: list[int]) -> Transfer:
         """Raises AgentUnavailable and TransferBroken: another worker's agent may take what this node's refuses."""
         try:
-            return await session.open_transfer(request.inbox, source, list(request.pages))
+            return await session.open_transfer(
+                request.inbox, source, list(request.pages), prefix_tokens=request.prefix_tokens
+            )
         except RemoteError as error:
             raise TransferBroken(f"the agent refused the transfer: {error}", cause=error.reason) from error
 

@@ -88,6 +88,21 @@ async def test_the_pages_are_there_when_the_inbox_is_full(rig):
     assert rig.agent.closed == [run.key] and attempts(rig) == {"ok": 1}
 
 
+@pytest.mark.parametrize(("page_size", "smaller"), [(2, 2), (8, 4)])
+async def test_a_prefill_worker_with_pages_of_another_size(rig, page_size, smaller):
+    worker = rig.prefills[0].info(rig.layout)
+    worker.layout.page_size = page_size
+    fetching = start(rig, request(rig, [worker]))
+    run = await rig.prefills[0].run()
+    assert list(run.request.pages) == [0, 1, 2]
+    # Two layers, and of each smaller page the keys and values of two heads.
+    assert rig.agent.inboxes[run.key].expected_extents == 2 * 4 * -(-(TOKENS - 1) // smaller)
+    rig.agent.fill(run.key)
+    run.succeed()
+    await fetching
+    await nothing_is_left(rig)
+
+
 async def test_a_prefix_that_is_here_is_left_out(rig):
     fetching = start(rig, prefix=4)
     run = await rig.prefills[0].run()
@@ -238,7 +253,7 @@ async def test_workers_that_do_not_fit_are_passed_over(rig):
     good.layout.pages = 9999  # its own affair
     other_weights = rig.prefills[0].info(rig.layout, fingerprint="beef")
     other_layout = rig.prefills[0].info(rig.layout)
-    other_layout.layout.page_size = 8
+    other_layout.layout.page_size = 6  # neither divides the other
     no_agent = rig.prefills[0].info(rig.layout)
     no_agent.ClearField("agent")
     rig.prefills[1].script = ["fill"]

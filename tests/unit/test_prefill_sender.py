@@ -37,8 +37,8 @@ class Session:
         self.cancelled.append(transfer.transfer)
 
 
-def outgoing(session, number, tokens, prefix=0):
-    return Outgoing(session, Transfer(number, asyncio.get_running_loop().create_future()), tokens, prefix)
+def outgoing(session, number, tokens, prefix=0, page_size=4):
+    return Outgoing(session, Transfer(number, asyncio.get_running_loop().create_future()), tokens, prefix, page_size)
 
 
 prompts = st.lists(
@@ -54,7 +54,7 @@ def test_chunk_plans_cover_each_page_once_and_only_when_it_is_complete(prompts, 
     async def run():
         scheduler = Scheduler(chunk_tokens=chunk_tokens, max_batch=4, page_size=page_size)
         session = Session()
-        sender = KvSender(BackgroundTasks(), page_size)
+        sender = KvSender(BackgroundTasks())
         arrivals = {}
         for number, (tokens, prefix_pages, arrival) in enumerate(prompts, 1):
             prefix = min(prefix_pages, tokens // page_size) * page_size
@@ -66,7 +66,7 @@ def test_chunk_plans_cover_each_page_once_and_only_when_it_is_complete(prompts, 
             for number, tokens, prefix in arrivals.pop(step, []):
                 pages = range(-(-(tokens - 1) // page_size))
                 scheduler.add(Sequence(number, (0,) * tokens, tuple(pages), prefill_only=True))
-                sender.track(number, outgoing(session, number, tokens, prefix))
+                sender.track(number, outgoing(session, number, tokens, prefix, page_size))
                 sent[number] = (Counter(), tokens, prefix, [])
             step += 1
             plan = scheduler.next_step()
@@ -100,7 +100,7 @@ def plan(step, *items):
 
 
 async def test_a_step_is_one_call_for_each_session_and_strangers_are_left_out():
-    sender = KvSender(BackgroundTasks(), 4)
+    sender = KvSender(BackgroundTasks())
     first, second = Session(), Session()
     sender.track(1, outgoing(first, 11, 9))
     sender.track(2, outgoing(first, 22, 9))
@@ -124,7 +124,7 @@ async def test_a_step_is_one_call_for_each_session_and_strangers_are_left_out():
 
 
 async def test_a_step_that_could_not_be_announced_breaks_its_transfers_only():
-    sender, session = KvSender(BackgroundTasks(), 4), Session()
+    sender, session = KvSender(BackgroundTasks()), Session()
     broken, whole = outgoing(session, 11, 13), outgoing(session, 22, 13)
     sender.track(1, broken)
     sender.track(2, whole)
@@ -139,7 +139,7 @@ async def test_a_step_that_could_not_be_announced_breaks_its_transfers_only():
 
 
 async def test_a_failed_step_cancels_the_transfers_in_it():
-    sender, session = KvSender(BackgroundTasks(), 4), Session()
+    sender, session = KvSender(BackgroundTasks()), Session()
     inside, outside = outgoing(session, 11, 13), outgoing(session, 22, 13)
     sender.track(1, inside)
     sender.track(2, outside)
@@ -149,7 +149,7 @@ async def test_a_failed_step_cancels_the_transfers_in_it():
 
 
 async def test_a_failed_step_waits_for_an_agent_until_its_session_is_lost():
-    sender, session = KvSender(BackgroundTasks(), 4), Session()
+    sender, session = KvSender(BackgroundTasks()), Session()
     sender.track(1, outgoing(session, 11, 13))
 
     async def unavailable(transfer):

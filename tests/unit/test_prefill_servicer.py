@@ -18,7 +18,7 @@ from worker_rig import worker_rig
 
 @pytest.fixture
 async def rig(monkeypatch, tmp_path):
-    metrics, sender = PrefillMetrics(), KvSender(BackgroundTasks(), 4)
+    metrics, sender = PrefillMetrics(), KvSender(BackgroundTasks())
 
     def add(worker):
         servicer = PrefillServicer(worker, metrics, sender)
@@ -119,6 +119,32 @@ async def test_a_prefix_that_is_there_is_computed_but_not_sent(rig):
     await rig.idle()
 
 
+@pytest.mark.parametrize(
+    ("page_size", "prefix", "pages", "source", "chunks"),
+    [
+        # Pages of 2 tokens there, 4 here: the plans count in those of 2, of which the first 3 are there already.
+        (2, 6, [50, 51], 2, [(0, 1, False), (1, 1, True)]),
+        (8, 0, [50, 51], 3, [(0, 2, False), (2, 1, True)]),
+    ],
+)
+async def test_a_decode_worker_with_pages_of_another_size(rig, page_size, prefix, pages, source, chunks):
+    message = request(rig, prefix=prefix, pages=pages)
+    message.inbox.layout.page_size = page_size
+    call = rig.stub.Run(message)
+    await rig.engine.begun(0)
+    transfer = await rig.agent.opened_transfer()
+    opened = rig.agent.transfers[transfer]
+    assert (len(opened.source_pages), opened.prefix_tokens) == (source, prefix)
+    for step in range(2):
+        await rig.engine.begun(step)
+        rig.engine.finish()
+    await until(lambda: len(rig.agent.steps) == 2)
+    assert [(c.first_page, c.pages, c.last) for step in rig.agent.steps for c in step.chunks] == chunks
+    rig.agent.finish(transfer)
+    await call
+    await rig.idle()
+
+
 @pytest.mark.parametrize(("tokens", "prefix"), [(1, 0), (5, 4), (4, 4), (9, 8)])
 async def test_nothing_to_transfer_is_nothing_to_do(rig, tokens, prefix):
     assert await rig.stub.Run(request(rig, tokens, prefix)) == prefill_pb2.RunResponse()
@@ -152,7 +178,7 @@ async def test_a_token_outside_the_vocabulary_is_refused(rig):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("layers", 3), ("page_size", 8), ("kv_heads", 1), ("head_dim", 8), ("dtype", "bfloat16"), ("order", 2)],
+    [("layers", 3), ("page_size", 6), ("kv_heads", 1), ("head_dim", 8), ("dtype", "bfloat16"), ("order", 2)],
 )
 async def test_another_layout_is_refused(rig, field, value):
     message = request(rig)
