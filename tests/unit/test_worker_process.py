@@ -180,6 +180,25 @@ async def test_a_shutdown_cancels_what_runs_and_waits_for_its_clean_up(start):
     assert running.servicer.cleaned
 
 
+async def test_health_looks_at_progress(start, monkeypatch):
+    """A step that does not end is not health; an idle engine is, and so is one that moves again."""
+    monkeypatch.setattr(module, "STALL_S", 0.1)
+    running = start()
+    info = await running.registered()
+    async with open_channel(info.address) as channel:
+        await until_healthy(running, channel)
+        call = prefill_pb2_grpc.PrefillStub(channel).Run(prefill_pb2.RunRequest())
+        engine = running.engines.last
+        await engine.begun(0)
+        async with asyncio.timeout(5):
+            while await running.health(channel):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        engine.finish()
+        await call
+        await until_healthy(running, channel)
+    await running.end()
+
+
 @pytest.mark.parametrize("part", ["_describe", "_watch_health"])
 async def test_a_worker_that_cannot_be_found_or_looked_at_ends_instead_of_lingering(start, monkeypatch, part):
     running = start()
