@@ -57,7 +57,7 @@ class Model:
         return bytes(self.memory.buffer[start : start + size])
 
     def offer(self, session: int, **changes: Any) -> Handoff:
-        regions = [{"name": "kv", "length": self.memory.length}]
+        regions = [self.memory.region("kv")]
         return Handoff(session, self.rank, self.ranks, layout(self.heads, **changes), regions)
 
     async def attach(self, path: str, session: int, **changes: Any) -> None:

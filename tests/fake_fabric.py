@@ -133,6 +133,11 @@ class Engine:
         self.addresses: list[bytes] = []
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.regions: dict[int, int] = {}
+        self.device_regions: dict[int, tuple[int, int, int, bool]] = {}
+        self.refuse_devices = False
+        # Regions whose addresses are said to be in reach of late writes, and counters that nobody rings.
+        self.retired: set[int] = set()
+        self.polled: set[int] = set()
         self.counters: dict[int, mmap.mmap] = {}
         self.endpoints: dict[int, bytes] = {}
         self.inboxes: dict[int, Inbox] = {}
@@ -165,10 +170,28 @@ class Engine:
     async def deregister_region(self, region: int) -> None:
         if any(stream[0] == region for transfer in self.transfers.values() for stream in transfer.streams):
             raise FabricError("in use", "FAILED_PRECONDITION", "REGION_IN_USE")
+        if region in self.device_regions:
+            del self.device_regions[region]
+            return
         self.network.memory.pop(self.regions.pop(region)).close()
 
-    def attach_counter(self, memory_fd: int, doorbell_fd: int) -> int:
+    async def register_device_region(
+        self, address: int, length: int, device: int, dmabuf_fd: int | None = None
+    ) -> tuple[int, int, int]:
+        """Kept in `device_regions`; no byte of it can be moved."""
+        if self.refuse_devices:
+            raise FabricError("no memory of GPUs", "FAILED_PRECONDITION", "DEVICE_UNSUPPORTED")
+        region = next(self.network.numbers)
+        self.device_regions[region] = (address, length, device, dmabuf_fd is not None)
+        return region, region << 40, address
+
+    def region_retired(self, region: int) -> bool:
+        return region in self.retired
+
+    def attach_counter(self, memory_fd: int, doorbell_fd: int, rung: bool = True) -> int:
         counter = next(self.network.numbers)
+        if not rung:
+            self.polled.add(counter)
         self.counters[counter] = mmap.mmap(memory_fd, 8)
         return counter
 

@@ -165,7 +165,7 @@ class ModelProcess:
                 "element_size": info.element_size,
                 "dtype": info.dtype,
             }
-            regions = [{"name": "kv", "length": executor.memory.length}]
+            regions = [executor.memory.region("kv")]
             connection = hand_over(
                 message.handoff_path,
                 Handoff(message.session, info.rank, info.ranks, layout, regions),

@@ -16,7 +16,7 @@ from typing import Any
 from .counter import COUNTER_BYTES, check_doorbell
 from .errors import OfferInvalid, SocketInUse
 from .frames import MAX_DESCRIPTORS, FrameReader, encode_frame
-from .offer import Handoff, parse_offer
+from .offer import HOST, Handoff, parse_offer
 from .shared import check_memory
 from .sockets import clear_stale_socket
 
@@ -28,7 +28,10 @@ OFFER_TIMEOUT = 5.0
 
 @dataclass
 class ReceivedHandoff:
-    """An offer whose descriptors have been checked. The receiver of this owns the descriptors."""
+    """An offer whose descriptors have been checked, but for those of GPU memory: importing it is the check.
+
+    The receiver of this owns the descriptors.
+    """
 
     connection: int
     offer: Handoff
@@ -202,7 +205,8 @@ def _checked(number: int, offer: Handoff, announced: int, fds: list[int]) -> Rec
         )
     *regions, counter, doorbell = fds
     for region, fd in zip(offer.regions, regions, strict=True):
-        check_memory(fd, region["length"])
+        if region.get("kind", HOST) == HOST:
+            check_memory(fd, region["length"])
     check_memory(counter, COUNTER_BYTES)
     check_doorbell(doorbell)
     return ReceivedHandoff(number, offer, regions, counter, doorbell)

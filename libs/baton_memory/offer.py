@@ -10,6 +10,8 @@ from .errors import OfferInvalid
 
 KV_REGION = "kv"
 ORDERS = ("HND", "NHD", "MLA")
+# Where a region lies: in a memfd, or on a GPU, in memory made with cuMemCreate and exported as a POSIX descriptor.
+HOST, CUDA = "host", "cuda"
 _LAYOUT_NUMBERS = ("layers", "pages", "page_size", "kv_heads", "kv_heads_total", "head_dim", "element_size")
 MAX_RANKS = 256
 
@@ -22,7 +24,9 @@ class Handoff:
     rank; `data_parallel` divides `ranks`.
     `layout`: order ("HND", "NHD", "MLA"), layers, pages, page_size (tokens), kv_heads (this rank's), kv_heads_total (of
     the model), head_dim (MLA: latent + rope), element_size (bytes), dtype (name).
-    `regions`: [{"name": "kv", "length": bytes}]; a rank has the one region "kv" = [layers, pages, page].
+    `regions`: [{"name": "kv", "length": bytes}]; a rank has the one region "kv" = [layers, pages, page]. A region on a
+    GPU says "kind": "cuda" and "device": the GPU's uuid ("GPU-...") besides; then a GPU moves the layer counter, and
+    nobody rings the doorbell.
     """
 
     session: int
@@ -41,6 +45,12 @@ class Handoff:
     def kv_length(self) -> int:
         """Bytes of the region "kv"."""
         return next(int(region["length"]) for region in self.regions if region["name"] == KV_REGION)
+
+    @property
+    def device(self) -> str | None:
+        """The uuid of the GPU that the region "kv" is on; None for memory of the host."""
+        region = next(region for region in self.regions if region["name"] == KV_REGION)
+        return str(region["device"]) if region.get("kind", HOST) == CUDA else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -102,7 +112,18 @@ def _regions(regions: Any) -> list[dict[str, Any]]:
         raise OfferInvalid('regions must be a list of the one region "kv"', field="regions")
     if regions[0].get("name") != KV_REGION:
         raise OfferInvalid(f'the region must be named "kv", not {regions[0].get("name")!r}', field="regions")
-    return [{"name": KV_REGION, "length": _number(regions[0], "length", 1, 2**62, "regions.")}]
+    return [{"name": KV_REGION, "length": _number(regions[0], "length", 1, 2**62, "regions."), **_place(regions[0])}]
+
+
+def _place(region: Mapping[str, Any]) -> dict[str, str]:
+    kind, device = region.get("kind", HOST), region.get("device")
+    if kind == HOST:
+        return {}
+    if kind != CUDA:
+        raise OfferInvalid(f'regions.kind must be "{HOST}" or "{CUDA}", not {kind!r}', field="regions.kind")
+    if not isinstance(device, str) or not device.startswith("GPU-") or len(device) > 64:
+        raise OfferInvalid(f'regions.device must be a GPU\'s uuid, "GPU-...", not {device!r}', field="regions.device")
+    return {"kind": CUDA, "device": device}
 
 
 def _number(body: Mapping[str, Any], name: str, low: int, high: int, prefix: str = "") -> int:

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 from types import TracebackType
+from typing import Any
 
 from .errors import MemoryInUse, MemoryInvalid
 
@@ -77,6 +78,10 @@ class SharedMemory:
             raise MemoryInvalid(f"length must be positive, not {length}", length=length)
         check_memory(fd, length)
         return cls(fd, length, _map(fd, length))
+
+    def region(self, name: str) -> dict[str, Any]:
+        """As a region of an offer."""
+        return {"name": name, "length": self.length}
 
     @property
     def buffer(self) -> memoryview:

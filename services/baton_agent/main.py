@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from baton_actors import keeping_stop_signals, serve_until_signalled
@@ -10,6 +11,7 @@ from baton_fabric.engine import FabricEngine
 from baton_rpc import tls_files
 from baton_telemetry.exposition import MetricsServer
 
+from .devices import Devices
 from .options import AgentOptions
 from .service import Addresses, TransferAgentService
 
@@ -21,9 +23,14 @@ __all__ = ["TransferAgentService", "run"]
 async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM. Raises what made it impossible to start or to go on."""
     agent = settings.agent
+    devices = await asyncio.to_thread(Devices.find)
     with keeping_stop_signals():
         engine = await FabricEngine.start(
-            agent.transport, agent.node, spin=agent.spin, post_timeout_ms=int(agent.post_timeout_s * 1000)
+            agent.transport,
+            agent.node,
+            spin=agent.spin,
+            post_timeout_ms=int(agent.post_timeout_s * 1000),
+            device_memory=devices.present,
         )
     try:
         # What both sides must share is the provider, not the name that chose it.
@@ -43,6 +50,7 @@ async def run(settings: Settings) -> None:
             ),
             tls=tls_files(settings.tls),
             allow_insecure=settings.tls.allow_insecure,
+            devices=devices,
         )
         metrics = MetricsServer(service.metrics.registry, service.problem)
         try:

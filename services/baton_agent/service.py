@@ -13,10 +13,12 @@ from baton.v1 import agent_pb2_grpc, common_pb2
 
 from baton_actors import Actor
 from baton_fabric.engine import FabricEngine
+from baton_memory.cuda import NoGpu
 from baton_memory.sockets import check_socket_path, clear_stale_socket
 from baton_rpc import RpcServer, TcpAddress, TlsFiles, UnixAddress, parse_address
 from baton_telemetry.metrics import AgentMetrics
 
+from .devices import Devices
 from .errors import EngineDown, InvalidArgument
 from .fabric import deliver
 from .messages import PeerLost, Tick
@@ -59,9 +61,11 @@ class TransferAgentService:
         metrics: AgentMetrics | None = None,
         tls: TlsFiles | None = None,
         allow_insecure: bool = False,
+        devices: Devices | None = None,
     ) -> None:
-        """`transport`: the name that both sides of a transfer must share. Raises the address errors of baton_rpc,
-        InsecureAddressError, and SocketPathInvalid for a path that is too long."""
+        """`transport`: the name that both sides of a transfer must share; `devices`: GPUs whose memory may be handed
+        over, none by default. Raises the address errors of baton_rpc, InsecureAddressError, and SocketPathInvalid for
+        a path that is too long."""
         self.incarnation = secrets.randbits(64) or 1
         self.options = options or AgentOptions()
         self.metrics = metrics or AgentMetrics()
@@ -87,6 +91,7 @@ class TransferAgentService:
         self.sessions = Sessions(
             self.incarnation,
             self._engine,
+            devices or Devices(NoGpu("this agent was started without GPUs")),
             self.sender,
             self.receiver,
             self.options,

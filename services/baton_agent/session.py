@@ -11,6 +11,7 @@ from baton.v1 import agent_pb2, common_pb2
 from baton_kv.layout import PageLayout
 from baton_memory.offer import Handoff
 
+from .devices import RegionMemory
 from .errors import SessionConflict
 from .event_log import EventLog
 from .wire import Cache, cache_of
@@ -21,11 +22,24 @@ class Rank:
     """One rank's memory, registered with the fabric. `region` and `counter` are the engine's ids."""
 
     connection: int
-    region: int
-    key: int
-    base: int
-    length: int
+    memory: RegionMemory
     counter: int
+
+    @property
+    def region(self) -> int:
+        return self.memory.registered.region
+
+    @property
+    def key(self) -> int:
+        return self.memory.registered.key
+
+    @property
+    def base(self) -> int:
+        return self.memory.registered.base
+
+    @property
+    def length(self) -> int:
+        return self.memory.length
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from baton_memory.handoff_server import HandoffServer, ReceivedHandoff
 from baton_memory.offer import Handoff
 from baton_telemetry.metrics import AgentMetrics
 
+from .devices import Devices, deregister, forget, register
 from .errors import SessionConflict, ShuttingDown, TooManySessions, UnknownSession
 from .event_log import EventLog
 from .messages import AddSession, EndSession
@@ -99,6 +100,7 @@ class Sessions(WorkingActor):
         self,
         incarnation: int,
         engine: FabricEngine,
+        devices: Devices,
         sender: Sender,
         receiver: Receiver,
         options: AgentOptions,
@@ -108,6 +110,7 @@ class Sessions(WorkingActor):
         super().__init__("sessions")
         self._incarnation = incarnation
         self._engine = engine
+        self._devices = devices
         self._sender = sender
         self._receiver = receiver
         self._options = options
@@ -127,7 +130,8 @@ class Sessions(WorkingActor):
         return sum(rank.length for entry in self._entries.values() for rank in entry.session.ranks.values())
 
     async def take(self, received: ReceivedHandoff) -> dict[str, Any]:
-        """The hand-off server's question. Raises SessionConflict, TooManySessions, ShuttingDown, FabricError."""
+        """The hand-off server's question. Raises SessionConflict, TooManySessions, ShuttingDown, FabricError, and the
+        errors of GPU memory."""
         offer = received.offer
         cache = cache_of_offer(offer)
         await self.ask(_Admit(offer, cache, received.connection))
@@ -250,21 +254,25 @@ class Sessions(WorkingActor):
         self.tell(_Ended(session.session))
 
     async def _register(self, received: ReceivedHandoff) -> Rank:
-        length = received.offer.kv_length
-        region, key, base = await self._engine.register_region(received.region_fds[0], length)
+        offer = received.offer
+        memory = await register(self._engine, self._devices, received.region_fds[0], offer.kv_length, offer.device)
         try:
-            counter = self._engine.attach_counter(received.counter_memory_fd, received.doorbell_fd)
+            # A GPU that moves the counter rings nothing.
+            rung = offer.device is None
+            counter = self._engine.attach_counter(received.counter_memory_fd, received.doorbell_fd, rung)
         except BaseException:
-            await self._engine.deregister_region(region)
+            await deregister(self._engine, memory)
+            self.spawn(forget(self._engine, memory))
             raise
-        return Rank(received.connection, region, key, base, length, counter)
+        return Rank(received.connection, memory, counter)
 
     async def _unregister(self, ranks: list[Rank]) -> None:
         for rank in ranks:
             self._engine.detach_counter(rank.counter)
             while True:
                 try:
-                    await self._engine.deregister_region(rank.region)
+                    await deregister(self._engine, rank.memory)
+                    self.spawn(forget(self._engine, rank.memory))
                     break
                 except FabricError as error:
                     # Mapped memory is safe memory: better kept than unmapped under a write.

@@ -119,7 +119,7 @@ async def test_memory_that_the_fabric_refuses_leaves_no_session(agent, models, m
 
 
 async def test_a_counter_that_the_fabric_refuses_leaves_no_region(agent, models, monkeypatch):
-    def refuse(memory_fd: int, doorbell_fd: int) -> int:
+    def refuse(memory_fd: int, doorbell_fd: int, rung: bool) -> int:
         raise FabricError("no counter", "INVALID_ARGUMENT", "BAD_COUNTER")
 
     monkeypatch.setattr(agent.engine, "attach_counter", refuse)

@@ -86,6 +86,14 @@ def test_a_right_offer():
     assert region_bytes({**OFFER["layout"], "order": "MLA", "kv_heads": 1}) == 2 * 3 * 4 * 6 * 2
 
 
+def test_an_offer_says_on_which_gpu_its_memory_is():
+    assert parse_offer({**OFFER, "regions": [{"name": "kv", "length": 2880, "kind": "host"}]}).device is None
+    region = {"name": "kv", "length": 2880, "kind": "cuda", "device": "GPU-1"}
+    offer = parse_offer({**OFFER, "regions": [region]})
+    assert offer.device == "GPU-1"
+    assert offer.to_json()["regions"] == [region]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -113,6 +121,11 @@ def test_a_right_offer():
         {"regions": [{"name": "kv", "length": 2879}]},
         {"regions": [{"name": "other", "length": 2880}]},
         {"regions": [{"name": "kv", "length": 2880}] * 2},
+        {"regions": [{**OFFER["regions"][0], "kind": "rocm"}]},
+        {"regions": [{**OFFER["regions"][0], "kind": None}]},
+        {"regions": [{**OFFER["regions"][0], "kind": "cuda"}]},
+        {"regions": [{**OFFER["regions"][0], "kind": "cuda", "device": 0}]},
+        {"regions": [{**OFFER["regions"][0], "kind": "cuda", "device": "GPU-" + "0" * 61}]},
     ],
     ids=lambda change: json.dumps(change)[:60],
 )

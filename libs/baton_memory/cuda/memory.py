@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import MemoryInvalid
+from ..offer import CUDA
 from .device import Device
 from .errors import DeviceCallFailed
 
@@ -110,6 +111,10 @@ class DeviceMemory:
             access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             driver.call("cuMemSetAccess", address, size, [access], 1)
             return cls(device, fd, length, size, address, mapping.pop_all(), reservation.pop_all())
+
+    def region(self, name: str) -> dict[str, Any]:
+        """As a region of an offer."""
+        return {"name": name, "length": self.length, "kind": CUDA, "device": self.device.uuid}
 
     def dmabuf(self) -> int | None:
         """A dma-buf descriptor of the mapped bytes, which the caller closes; None where the device has none to give.
