@@ -64,6 +64,8 @@ class Peer {
 
     // No write of the transfer can still touch remote memory.
     bool delivered(const Transfer &transfer) const;
+    // It took writes before, has none in flight, and refuses the next: the connection is gone and must be made again.
+    bool cut_off() const { return posted_sequence_ != 0 && in_flight_ == 0 && retry_ns_ != 0; }
     uint64_t last_progress_ns() const { return last_progress_ns_; }
     void forgive(uint64_t now) { last_progress_ns_ = now; }
     // When the oldest write in flight was posted; the maximum if there is none.

@@ -19,6 +19,9 @@ constexpr uint64_t kPeerTurnBytes = 4 * kTransferTurnBytes;
 constexpr uint32_t kPeerTurnWrites = 32;
 // One write may be overtaken by others for this many timeouts.
 constexpr uint64_t kOldestWriteTimeouts = 4;
+// A connection that is lost between two writes is shown by nothing but refusals, for ever; one takes milliseconds to
+// make. Only a killed peer of which no write was in flight is noticed by this.
+constexpr uint64_t kReconnectNs = 500'000'000;
 
 constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
@@ -249,12 +252,16 @@ void Sender::fail_transfers(Peer &peer, const char *reason) {
     }
 }
 
+uint64_t Sender::patience(const Peer &peer) const {
+    return peer.cut_off() ? std::min(post_timeout_ns_, kReconnectNs) : post_timeout_ns_;
+}
+
 void Sender::check_deadlines(uint64_t now) {
     for (auto &peer : peers_) {
         if (peer->failed() || !peer->busy()) {
             continue;
         }
-        if (now - std::min(now, peer->last_progress_ns()) >= post_timeout_ns_) {
+        if (now - std::min(now, peer->last_progress_ns()) >= patience(*peer)) {
             const bool posted = peer->in_flight() != 0;
             fail(*peer, posted ? "WRITE_TIMEOUT" : "POST_TIMEOUT",
                  posted ? "nothing was completed in time" : "nothing was accepted in time");
@@ -277,7 +284,7 @@ uint64_t Sender::next_time_ns() const {
         if (peer->failed() || !peer->busy()) {
             continue;
         }
-        next = std::min(next, peer->last_progress_ns() + post_timeout_ns_);
+        next = std::min(next, peer->last_progress_ns() + patience(*peer));
         if (const auto retry = peer->retry_ns()) {
             next = std::min(next, *retry);
         }

@@ -61,6 +61,8 @@ class Sender {
     void end(Transfer &transfer, Event event);
     void fail(Peer &peer, const char *reason, const std::string &detail);
     void fail_transfers(Peer &peer, const char *reason);
+    // How long a peer may make no progress.
+    uint64_t patience(const Peer &peer) const;
     ContextBlock take_contexts();
     void retire(ContextBlock contexts);
 
