@@ -146,10 +146,18 @@ class Worker:
         return (await self.call(self.stub.CloseInbox, request)).outcome
 
     async def open_transfer(
-        self, inbox: agent_pb2.InboxDescriptor, source: Sequence[int], destination: Sequence[int]
+        self,
+        inbox: agent_pb2.InboxDescriptor,
+        source: Sequence[int],
+        destination: Sequence[int],
+        prefix_tokens: int = 0,
     ) -> int:
         request = agent_pb2.OpenTransferRequest(
-            session=self.session, inbox=inbox, source_pages=source, destination_pages=destination
+            session=self.session,
+            inbox=inbox,
+            source_pages=source,
+            destination_pages=destination,
+            prefix_tokens=prefix_tokens,
         )
         return (await self.call(self.stub.OpenTransfer, request)).transfer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -24,54 +24,7 @@ from baton_kv.plan import (
 from baton_kv.regions import LayerRun, RegionMap, RegionsMismatch
 from baton_kv.shards import ShardMap
 from baton_kv.streams import StreamPlan, number_pages, page_copies, plan_streams
-
-DIM = 2
-
-
-def write_token(page: np.ndarray, order: Order, place: int, values: np.ndarray) -> None:
-    """values: [2, heads, DIM], or for MLA [DIM]; page: elements of one page in the layout's shape."""
-    if order == "HND":
-        page[:, :, place] = values
-    elif order == "NHD":
-        page[:, place] = values
-    else:
-        page[place] = values
-
-
-@dataclass
-class Side:
-    """One worker's ranks, each with its cache over regions of its own."""
-
-    layout: PageLayout
-    shards: ShardMap
-    pages: list[int]
-    splits: list[int]
-
-    def __post_init__(self) -> None:
-        self.map = RegionMap.split(self.splits)
-        self.regions = [
-            [np.zeros((n, *self.rank_layout(rank).shape[1:]), dtype=np.uint16) for n in self.splits]
-            for rank in range(self.shards.ranks)
-        ]
-
-    def rank_layout(self, rank: int) -> PageLayout:
-        return self.shards.layout_of(rank, self.layout)
-
-    def compute(self, values: np.ndarray, dp_rank: int, first: int, end: int, start_page: int = 0) -> None:
-        """What the ranks write when they compute tokens [first, end): values [layers, tokens, 2, heads, DIM].
-
-        `start_page`: number of pages of the prompt that `pages` leaves out.
-        """
-        order, size = self.layout.order, self.layout.page_size
-        for rank in range(dp_rank * self.shards.tp, (dp_rank + 1) * self.shards.tp):
-            heads = self.shards.heads_of(rank)
-            layer = 0
-            for region in self.regions[rank]:
-                for plane in region:
-                    for token in range(first, end):
-                        own = values[layer, token, 0, 0] if order == "MLA" else values[layer, token][:, list(heads)]
-                        write_token(plane[self.pages[token // size - start_page]], order, token % size, own)
-                    layer += 1
+from kv_sides import DIM, Side, tokens_of
 
 
 def carry_out(stream: StreamPlan, source: Side, destination: Side, numbers: tuple[list[int], list[int]]) -> int:
@@ -104,7 +57,7 @@ def check(
 ) -> None:
     """Tokens [prefix, prompt - 1), computed in chunks at the source, end up as if computed at the destination."""
     layers, done = sum(splits[0]), prompt - 1
-    values = np.arange(1, layers * prompt * 2 * heads * DIM + 1, dtype=np.uint16).reshape(layers, -1, 2, heads, DIM)
+    values = tokens_of(layers, prompt, heads)
     layouts = [PageLayout(order, layers, 30, size, 1, DIM, 2) for size in sizes]
     source = Side(layouts[0], shards[0], spread(-(-prompt // sizes[0]), seed, 30), splits[0])
     skipped = prefix // sizes[1]
@@ -132,8 +85,7 @@ def check(
     assert positions == Counter(range(count))
 
     wanted.compute(values, dp_rank, prefix, done, skipped)
-    for got, want in zip(destination.regions, wanted.regions, strict=True):
-        assert all((mine == theirs).all() for mine, theirs in zip(got, want, strict=True))
+    assert destination.holds_the_same(wanted)
     assert arrived == expected_extents(
         *shards,
         order,
