@@ -59,12 +59,13 @@ class Side:
         layer_counter: LayerCounter,
         shape: tuple[int, int, int],
         post_timeout_ms: int,
+        spin: bool = False,
     ) -> None:
         self.layers, self.pages, self.page_bytes = shape
         self.memory = memory
         self.layer_counter = layer_counter
         self.bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(shape)
-        self.engine: Any = Engine(provider, NODE, post_timeout_ms=post_timeout_ms)
+        self.engine: Any = Engine(provider, NODE, spin, post_timeout_ms)
         self.region, self.key, self.base = self.engine.register_region(memory.fd, memory.length)
         self.counter = self.engine.attach_counter(layer_counter.memory_fd, layer_counter.doorbell_fd)
         self.seen: list[Any] = []
@@ -120,6 +121,7 @@ class RemoteSide(Side):
         layer_counter: LayerCounter,
         shape: tuple[int, int, int],
         post_timeout_ms: int,
+        spin: bool = False,
     ) -> None:
         self.layers, self.pages, self.page_bytes = shape
         self.memory = memory
@@ -127,7 +129,7 @@ class RemoteSide(Side):
         self.bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(shape)
         ours, theirs = socket.socketpair()
         fds = [memory.fd, layer_counter.memory_fd, layer_counter.doorbell_fd, theirs.fileno()]
-        arguments = [provider, *map(str, [*fds, *shape, post_timeout_ms])]
+        arguments = [provider, *map(str, [*fds, *shape, post_timeout_ms, int(spin)])]
         self.process = subprocess.Popen([sys.executable, __file__, *arguments], pass_fds=fds)
         theirs.close()
         ours.settimeout(DEADLINE_S + 10)
@@ -204,10 +206,11 @@ def make_side(
     pages: int = 64,
     page_bytes: int = 4096,
     post_timeout_ms: int = 5000,
+    spin: bool = False,
 ) -> Any:
     kind = RemoteSide if remote else Side
     memory = SharedMemory.create("fabric-test", layers * pages * page_bytes)
-    return kind(provider, memory, LayerCounter.create(), (layers, pages, page_bytes), post_timeout_ms)
+    return kind(provider, memory, LayerCounter.create(), (layers, pages, page_bytes), post_timeout_ms, spin)
 
 
 class Pair:
@@ -303,10 +306,12 @@ def pair(provider: str, *, remote: str | None = None, **arguments: int) -> Itera
 
 def main() -> None:
     provider = sys.argv[1]
-    memory_fd, cell_fd, doorbell_fd, socket_fd, layers, pages, page_bytes, post_timeout_ms = map(int, sys.argv[2:])
+    memory_fd, cell_fd, doorbell_fd, socket_fd, layers, pages, page_bytes, post_timeout_ms, spin = map(
+        int, sys.argv[2:]
+    )
     memory = SharedMemory.open(memory_fd, layers * pages * page_bytes)
     counter = LayerCounter.open(cell_fd, doorbell_fd)
-    side = Side(provider, memory, counter, (layers, pages, page_bytes), post_timeout_ms)
+    side = Side(provider, memory, counter, (layers, pages, page_bytes), post_timeout_ms, bool(spin))
     with socket.socket(fileno=socket_fd) as connection:
         _serve(side, connection.makefile("rw", encoding="utf-8"))
     side.close()

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from bare import Pool, Run, cpu_seconds
+from line_processes import Pool, Run, cpu_seconds
 from pages import LAYERS, Pages
 
 from fabric_harness import Pair

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bare import BarePair, Run, bare_pair
 from bars import Report
 from engine_pair import EnginePair
+from line_processes import LinePair, Run, bare_pair
 from pages import Pages, scattered
 
 NODE = "127.0.0.1"
@@ -30,7 +30,7 @@ def rates(runs: list[Run], amount: float) -> float:
     return statistics.median(amount / run.seconds for run in runs)
 
 
-def compare(engine: EnginePair, bare: BarePair, pages: Pages, rounds: int) -> tuple[list[Run], list[Run]]:
+def compare(engine: EnginePair, bare: LinePair, pages: Pages, rounds: int) -> tuple[list[Run], list[Run]]:
     """By turns; the first round of each touches the memory."""
     writes, length = pages.writes(), pages.run * pages.page_bytes
     ours: list[Run] = []

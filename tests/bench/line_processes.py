@@ -1,7 +1,8 @@
-"""The bare libfabric loop (native/bare_loop.cpp) as processes of its own, and the CPU time of processes."""
+"""Processes that are told by lines what to measure: the bare libfabric loop (native/bare_loop.cpp), other engines."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import time
@@ -46,16 +47,17 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-class BareProcess:
-    """One process of the loop: a command a line, an answer a line."""
+class LineProcess:
+    """A command a line, an answer a line; the first says who it is."""
 
-    def __init__(self, *arguments: object, pools: Sequence[Pool]) -> None:
+    def __init__(self, *arguments: object, pools: Sequence[Pool], environment: dict[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [str(bare_loop()), *map(str, arguments)],
+            [*map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=[pool.fd for pool in pools],
+            env={**os.environ, **(environment or {})},
         )
         self.pid = self._process.pid
         self.identity = self.answer().split()[1:]
@@ -69,7 +71,7 @@ class BareProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the bare loop ended with status {self._process.wait(DEADLINE_S)}")
+            raise RuntimeError(f"{self._process.args} ended with status {self._process.wait(DEADLINE_S)}")
         return line.strip()
 
     def call(self, line: str) -> str:
@@ -102,12 +104,12 @@ class Run(NamedTuple):
     cpu: float
 
 
-class BarePair:
-    """Sender and receiver of the bare loop over two pools."""
+class LinePair:
+    """Sender and receiver, a pool each."""
 
-    def __init__(self, provider: str, node: str, window: int, source: Pool, destination: Pool) -> None:
-        self.sender = BareProcess("fabric", provider, node, window, *source, pools=[source])
-        self.receiver = BareProcess("fabric", provider, node, window, *destination, pools=[destination])
+    def __init__(self, sender: LineProcess, receiver: LineProcess) -> None:
+        self.sender = sender
+        self.receiver = receiver
         self.sender.call("connect " + " ".join(self.receiver.identity))
 
     def run(self, length: int, writes: Offsets, *, wait: bool) -> Run:
@@ -115,9 +117,10 @@ class BarePair:
         self.sender.load(length, writes)
         before = self._cpu()
         self.receiver.call(f"receive {len(writes)} {int(wait)}")
-        begin, _ = map(int, self.sender.call(f"send {int(wait)}").split())
-        _, end = map(int, self.receiver.answer().split())
-        return Run((end - begin) / 1e9, self._cpu() - before)
+        begin, sent = map(int, self.sender.call(f"send {int(wait)}").split())
+        _, seen = map(int, self.receiver.answer().split())
+        # 0 from a receiver that hears nothing.
+        return Run(((seen or sent) - begin) / 1e9, self._cpu() - before)
 
     def _cpu(self) -> float:
         return cpu_seconds(self.sender.pid) + cpu_seconds(self.receiver.pid)
@@ -128,8 +131,11 @@ class BarePair:
 
 
 @contextmanager
-def bare_pair(provider: str, node: str, window: int, source: Pool, destination: Pool) -> Iterator[BarePair]:
-    pair = BarePair(provider, node, window, source, destination)
+def bare_pair(provider: str, node: str, window: int, source: Pool, destination: Pool) -> Iterator[LinePair]:
+    program = bare_loop(), "fabric", provider, node, window
+    pair = LinePair(
+        LineProcess(*program, *source, pools=[source]), LineProcess(*program, *destination, pools=[destination])
+    )
     try:
         yield pair
     finally:
@@ -137,9 +143,9 @@ def bare_pair(provider: str, node: str, window: int, source: Pool, destination: 
 
 
 @contextmanager
-def copier(source: Pool, destination: Pool) -> Iterator[BareProcess]:
+def copier(source: Pool, destination: Pool) -> Iterator[LineProcess]:
     """A process with a memcpy loop from one pool into the other."""
-    process = BareProcess("copy", *source, *destination, pools=[source, destination])
+    process = LineProcess(bare_loop(), "copy", *source, *destination, pools=[source, destination])
     try:
         yield process
     finally:

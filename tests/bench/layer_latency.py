@@ -1,0 +1,63 @@
+"""From the store to the layer counter until the engine posts the layer's first write, seen from the process that stores.
+
+The engine is in a process of its own, as an agent is: in doorbell mode it sleeps until the counter's eventfd is rung,
+in spinning mode it never sleeps. One layer at a time, with a pause between them that is long enough to fall asleep in.
+
+    python tests/bench/layer_latency.py [--layers 2000] [--pause-ms 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bars import Report
+from statistics_of import percentile
+
+from fabric_harness import Pair
+
+BARS_US = {"doorbell": (25.0, 150.0), "spinning": (5.0, 20.0)}
+PAGE_BYTES = 12 << 10
+
+
+def latencies(spin: bool, layers: int, pause_ms: int) -> list[float]:
+    """Microseconds, one for each transfer of a page and a layer."""
+    times: list[float] = []
+    pair = Pair("tcp", remote="sender", layers=1, pages=64, page_bytes=PAGE_BYTES, spin=spin)
+    with closing(pair):
+        for number in range(layers):
+            page = [number % pair.sender.pages]
+            transfer = pair.open(page, page, slot=0, expected=1)
+            pair.receiver.engine.open_inbox(pair.endpoint, 0, 0, 1)
+            pair.sender.engine.submit_chunks([(transfer, number, 0, 1, True)])
+            select.select([], [], [], pause_ms / 1e3)
+            moved = time.monotonic_ns()
+            pair.sender.layer_counter.advance(number + 1)
+            (done,) = pair.sender.wait_named(["TransferDone"], 1, 10.0)
+            pair.receiver.engine.close_inbox(0, 0)
+            times.append((done.stats["first_post_ns"] - moved) / 1e3)
+    return times[len(times) // 20 :]  # without those that connect and touch memory
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2000)
+    parser.add_argument("--pause-ms", type=int, default=2)
+    options = parser.parse_args()
+    report = Report()
+    for mode, (half, nearly_all) in BARS_US.items():
+        times = latencies(mode == "spinning", options.layers, options.pause_ms)
+        print(f"  {mode}: least {min(times):.1f} us, most {max(times):.1f} us")
+        report.at_most(f"counter moved to first post, {mode}, p50", percentile(times, 0.5), half, "us")
+        report.at_most(f"counter moved to first post, {mode}, p99", percentile(times, 0.99), nearly_all, "us")
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The engine against NIXL (UCX) and Mooncake, over tcp and between two processes of one host.
+
+Both are installed into an environment of their own under build/ (about 300 MB), never into the project's. What is
+timed is the same for all: pages scattered over a pool, from the call that sends them until the receiver sees that all
+have arrived. Everyone takes turns, over the same pools. NIXL's progress thread is off, which is its faster setting.
+
+    python tests/bench/peers.py [--rounds 7] [--mib 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bars import Report
+from engine_pair import EnginePair
+from line_processes import BUILD, LinePair, LineProcess, Run, bare_pair, copier
+from pages import Pages, scattered
+
+from baton_fabric.errors import FabricError
+
+NODE = "127.0.0.1"
+KIB = 1 << 10
+MIB = 1 << 20
+VENV = BUILD / "peers"
+PACKAGES = {"nixl": "nixl-cu12==1.5.1", "mooncake": "mooncake-transfer-engine-non-cuda==0.3.13.post1"}
+MODULES = {"nixl": "nixl_cu12", "mooncake": "mooncake.engine"}
+QUIET = {"NIXL_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
+
+# name -> what it takes to move these pages once
+Movers = dict[str, Callable[[Pages], Run]]
+
+
+def python_with(peer: str) -> Path | str:
+    """The interpreter that has this peer, installed if need be; or why there is none."""
+    python = VENV / "bin" / "python"
+    steps: list[list[str]] = []
+    if not python.exists():
+        steps.append([sys.executable, "-m", "venv", str(VENV)])
+    # Without their dependencies, which are gigabytes for GPUs; numpy is all that this needs.
+    steps.append([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "numpy", PACKAGES[peer]])
+    steps.append([str(python), "-c", f"import {MODULES[peer]}"])
+    for step in steps if not _works(python, peer) else []:
+        done = subprocess.run(step, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return f"{PACKAGES[peer]} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}"
+    return python
+
+
+def _works(python: Path, peer: str) -> bool:
+    command = [str(python), "-c", f"import {MODULES[peer]}"]
+    return python.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def peer_pair(python: Path, peer: str, engine: EnginePair, environment: dict[str, str]) -> Iterator[LinePair]:
+    program = python, Path(__file__).with_name("peer_side.py"), peer
+    pools = engine.source, engine.destination
+    pair = LinePair(*(LineProcess(*program, *pool, pools=[pool], environment=environment) for pool in pools))
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def line_mover(pair: LinePair) -> Callable[[Pages], Run]:
+    return lambda pages: pair.run(pages.run * pages.page_bytes, pages.writes(), wait=False)
+
+
+def measure(movers: Movers, pages: Pages, rounds: int) -> dict[str, float]:
+    """Median GB/s of each, by turns; the first round touches the memory."""
+    runs: dict[str, list[float]] = {name: [] for name in movers}
+    for number in range(rounds + 1):
+        for name, move in movers.items():
+            seconds = move(pages).seconds
+            if number:
+                runs[name].append(pages.bytes / seconds / 1e9)
+    label = f"{pages.page_bytes // KIB} KiB" + (f" in runs of {pages.run}" if pages.run > 1 else "")
+    for name, rates in runs.items():
+        print(f"  {label:20s} {name:14s} {statistics.median(rates):6.2f} GB/s ({min(rates):.2f} to {max(rates):.2f})")
+    return {name: statistics.median(rates) for name, rates in runs.items()}
+
+
+def sizes(total: int, pool: int) -> dict[str, Pages]:
+    return {
+        "16 KiB": scattered(16 * KIB, total, pool),
+        "64 KiB": scattered(64 * KIB, total, pool),
+        "256 KiB coalesced": scattered(64 * KIB, total, pool, run=4),
+        "1 MiB coalesced": scattered(64 * KIB, total, pool, run=16),
+    }
+
+
+def over_tcp(report: Report, pythons: dict[str, Path], total: int, rounds: int) -> None:
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(EnginePair("tcp", 2 * total)))
+        bare = bare_pair(engine.provider, NODE, engine.window, engine.source, engine.destination)
+        movers: Movers = {"engine": engine.run, "bare": line_mover(stack.enter_context(bare))}
+        for peer, python in pythons.items():
+            environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "MC_FORCE_TCP": "1", **QUIET}
+            movers[peer] = line_mover(stack.enter_context(peer_pair(python, peer, engine, environment)))
+        for label, pages in sizes(total, 2 * total).items():
+            rates = measure(movers, pages, rounds)
+            if pages.run == 1:
+                if "nixl" in rates:
+                    report.at_least(f"tcp {label}, of NIXL", rates["engine"] / rates["nixl"], 1.0)
+                if "mooncake" in rates:
+                    report.at_least(f"tcp {label}, of Mooncake", rates["engine"] / rates["mooncake"], 1.5)
+            else:
+                best = max(rates["bare"], rates.get("nixl", 0.0))
+                report.at_least(f"tcp {label}, of the better of NIXL and bare", rates["engine"] / best, 0.95)
+
+
+def on_one_host(report: Report, pythons: dict[str, Path], total: int, rounds: int) -> None:
+    with ExitStack() as stack:
+        try:
+            engine = stack.enter_context(closing(EnginePair("local", 2 * total)))
+        except FabricError as error:
+            report.skip("two agents on one host", str(error))
+            return
+        copy = stack.enter_context(copier(engine.source, engine.destination))
+
+        def copied(pages: Pages) -> Run:
+            copy.load(pages.run * pages.page_bytes, pages.writes())
+            return Run(copy.span("copy"), 0.0)
+
+        movers: Movers = {"engine": engine.run, "memcpy": copied}
+        if "nixl" in pythons:
+            movers["nixl"] = line_mover(stack.enter_context(peer_pair(pythons["nixl"], "nixl", engine, QUIET)))
+        for label, pages in sizes(total, 2 * total).items():
+            if label.startswith("256"):
+                continue
+            rates = measure(movers, pages, rounds)
+            if "nixl" in rates:
+                report.at_least(f"local {label}, of NIXL's best", rates["engine"] / rates["nixl"], 1.2)
+            report.at_least(f"local {label}, of a memcpy loop", rates["engine"] / rates["memcpy"], 0.85)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=128, help="bytes a round")
+    parser.add_argument("--only", choices=["tcp", "local"])
+    options = parser.parse_args()
+    report = Report()
+    pythons: dict[str, Path] = {}
+    for peer in PACKAGES:
+        found = python_with(peer)
+        if isinstance(found, Path):
+            pythons[peer] = found
+        else:
+            report.skip(peer, found)
+    if options.only != "local":
+        over_tcp(report, pythons, options.mib * MIB, options.rounds)
+    if options.only != "tcp":
+        on_one_host(report, pythons, options.mib * MIB, options.rounds)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
