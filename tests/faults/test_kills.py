@@ -6,18 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-import grpc
 import psutil
 import pytest
 import pytest_asyncio
 
-from cluster import Answer, Cluster, eventually, make_prompt, running_cluster
+from cluster import Cluster, eventually, make_prompt, running_cluster
+from victims import NEW_TOKENS, ask, bytes_move, check
 
-PROMPT_TOKENS = 1500
-NEW_TOKENS = 8
+PROMPT_TOKENS = 320
 SETTINGS = {
-    "BATON_PREFILL__CHUNK_TOKENS": "128",
-    "BATON_DECODE__CHUNK_TOKENS": "128",
+    "BATON_PREFILL__CHUNK_TOKENS": "16",
+    "BATON_DECODE__CHUNK_TOKENS": "16",
     "BATON_PREFILL__THREADS": "1",
     "BATON_DECODE__THREADS": "1",
 }
@@ -45,30 +44,8 @@ async def in_transfer(cluster: Cluster) -> str:
         return False
 
     await eventually(sending, 20, "a transfer", interval=0.02)
-    written = (await cluster.metrics(f"agent-{found}"))["baton_agent_fabric_bytes_total"]
-
-    async def moving() -> bool:
-        return (await cluster.metrics(f"agent-{found}"))["baton_agent_fabric_bytes_total"] > written
-
-    await eventually(moving, 20, "bytes on their way", interval=0.02)
+    await bytes_move(cluster, f"agent-{found}")
     return found
-
-
-async def ask(cluster: Cluster) -> Answer | grpc.aio.AioRpcError:
-    try:
-        return await cluster.generate(make_prompt(PROMPT_TOKENS), max_tokens=NEW_TOKENS, timeout=60)
-    except grpc.aio.AioRpcError as error:
-        return error
-
-
-def check(outcome: Answer | grpc.aio.AioRpcError, expected: list[int]) -> None:
-    """The right tokens, or a typed error."""
-    if isinstance(outcome, Answer):
-        assert outcome.token_ids == expected
-    else:
-        assert outcome.code() is grpc.StatusCode.UNAVAILABLE
-        details = dict(outcome.trailing_metadata() or ())
-        assert "grpc-status-details-bin" in details, "a typed error carries its reason"
 
 
 @pytest.mark.parametrize("part", ["worker", "model process", "agent"])
@@ -76,7 +53,7 @@ async def test_a_killed_part_costs_nobody_but_itself(cluster: Cluster, part: str
     expected = (await cluster.generate(make_prompt(PROMPT_TOKENS), max_tokens=NEW_TOKENS)).token_ids
     await cluster.at_rest(5)
     decode = cluster.services["decode-0"].pid
-    request = asyncio.create_task(ask(cluster))
+    request = asyncio.create_task(ask(cluster, PROMPT_TOKENS))
     victim = await in_transfer(cluster)
     kill = {
         "worker": cluster.services[victim].kill,
