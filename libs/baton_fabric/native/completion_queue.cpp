@@ -64,6 +64,34 @@ bool CompletionQueue::try_wait_works(fid_fabric *fabric) const {
     return fi_trywait(fabric, fids, 1) != 0 || !readable(wait_fd_);
 }
 
+size_t CompletionQueue::poll(Completions &completions, std::vector<CompletionError> &errors) {
+    fi_cq_data_entry entries[kBatch];
+    size_t total = 0;
+    while (total < kLimit) {
+        const ssize_t count = fi_cq_read(queue_.get(), entries, kBatch);
+        if (count == -FI_EAGAIN || count == 0) {
+            break;
+        }
+        if (count < 0) {
+            if (!read_error(errors)) {
+                break;
+            }
+            ++total;
+            continue;
+        }
+        for (ssize_t i = 0; i < count; ++i) {
+            const uint64_t flags = entries[i].flags;
+            if ((flags & FI_REMOTE_WRITE) != 0 || (flags & (FI_REMOTE_CQ_DATA | FI_WRITE)) == FI_REMOTE_CQ_DATA) {
+                completions.arrived(static_cast<uint32_t>(entries[i].data));
+            } else {
+                completions.written(entries[i].op_context);
+            }
+        }
+        total += static_cast<size_t>(count);
+    }
+    return total;
+}
+
 bool CompletionQueue::read_error(std::vector<CompletionError> &errors) const {
     fi_cq_err_entry entry{};
     const ssize_t count = fi_cq_readerr(queue_.get(), &entry, 0);

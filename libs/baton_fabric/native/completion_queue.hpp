@@ -10,15 +10,10 @@
 #include <rdma/fi_eq.h>
 #include <rdma/fi_errno.h>
 
+#include "domain.hpp"
 #include "resources.hpp"
 
 namespace baton::fabric {
-
-// A write of ours that failed, or something that the provider says of no write of ours (context null).
-struct CompletionError {
-    void *context;
-    std::string detail;
-};
 
 // One libfabric completion queue and the right way to block on it.
 class CompletionQueue {
@@ -31,10 +26,8 @@ class CompletionQueue {
     // What fi_trywait must be asked about before blocking on wait_fd().
     struct fid *wait_fid() const { return sentinel_ ? &sentinel_->fid : &queue_->fid; }
 
-    // Makes progress, at most some hundred completions of it; returns how many. `written(context)` is called for each
-    // write of ours, `arrived(immediate)` for each of a peer's; neither may close an endpoint.
-    template <class Written, class Arrived>
-    size_t poll(Written &&written, Arrived &&arrived, std::vector<CompletionError> &errors);
+    // Makes progress, at most some hundred completions of it; returns how many. Errors are added to `errors`.
+    size_t poll(Completions &completions, std::vector<CompletionError> &errors);
 
   private:
     bool try_wait_works(fid_fabric *fabric) const;
@@ -48,34 +41,5 @@ class CompletionQueue {
     UniqueFid<fid_cq> sentinel_;
     int wait_fd_ = -1;
 };
-
-template <class Written, class Arrived>
-size_t CompletionQueue::poll(Written &&written, Arrived &&arrived, std::vector<CompletionError> &errors) {
-    fi_cq_data_entry entries[kBatch];
-    size_t total = 0;
-    while (total < kLimit) {
-        const ssize_t count = fi_cq_read(queue_.get(), entries, kBatch);
-        if (count == -FI_EAGAIN || count == 0) {
-            break;
-        }
-        if (count < 0) {
-            if (!read_error(errors)) {
-                break;
-            }
-            ++total;
-            continue;
-        }
-        for (ssize_t i = 0; i < count; ++i) {
-            const uint64_t flags = entries[i].flags;
-            if ((flags & FI_REMOTE_WRITE) != 0 || (flags & (FI_REMOTE_CQ_DATA | FI_WRITE)) == FI_REMOTE_CQ_DATA) {
-                arrived(static_cast<uint32_t>(entries[i].data));
-            } else {
-                written(entries[i].op_context);
-            }
-        }
-        total += static_cast<size_t>(count);
-    }
-    return total;
-}
 
 }  // namespace baton::fabric

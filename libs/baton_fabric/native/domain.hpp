@@ -1,72 +1,81 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
-#include "completion_queue.hpp"
+#include "endpoint.hpp"
 #include "provider.hpp"
 #include "resources.hpp"
 
 namespace baton::fabric {
 
-// One NIC: fabric, domain, and the completion queues of its endpoints. Used by one thread at a time.
-class Domain {
-  public:
-    Domain(const std::string &provider, const std::string &node, bool device_memory);
-
-    const Capabilities &capabilities() const { return capabilities_; }
-    const fi_info &info() const { return *info_; }
-    fid_domain *fid() const { return domain_.get(); }
-
-    // The queue for a new endpoint. Shared with the others, if that is safe: the util providers make progress for a
-    // whole domain at a time, and one queue costs one poll however many peers there are.
-    std::shared_ptr<CompletionQueue> open_queue();
-
-    // Readable when poll() may have something to do; -1 where the provider cannot say.
-    int wait_fd() const { return wait_set_.get(); }
-    // Whether it is safe to block on wait_fd() now; if not, poll() again first.
-    bool may_block();
-
-    // As CompletionQueue::poll, over all queues; and `failed(error)` for each error, which may close endpoints.
-    template <class Written, class Arrived, class Failed>
-    size_t poll(Written &&written, Arrived &&arrived, Failed &&failed);
-
-  private:
-    void watch(const CompletionQueue &queue);
-    void forget_closed_queues();
-
-    Info info_;
-    Capabilities capabilities_;
-    UniqueFid<fid_fabric> fabric_;
-    UniqueFid<fid_domain> domain_;
-    UniqueFd wait_set_;  // an epoll of the queues' descriptors
-    std::shared_ptr<CompletionQueue> shared_;
-    std::vector<std::weak_ptr<CompletionQueue>> queues_;
-    std::vector<struct fid *> wait_fids_;
-    std::vector<CompletionError> errors_;
+// A write of ours that failed, or something that the provider says of no write of ours (context null).
+struct CompletionError {
+    void *context;
+    std::string detail;
 };
 
-template <class Written, class Arrived, class Failed>
-size_t Domain::poll(Written &&written, Arrived &&arrived, Failed &&failed) {
-    size_t total = 0;
-    bool closed = false;
-    for (const auto &weak : queues_) {
-        if (const auto queue = weak.lock()) {
-            total += queue->poll(written, arrived, errors_);
-        } else {
-            closed = true;
-        }
-    }
-    if (closed) {
-        forget_closed_queues();
-    }
-    for (size_t i = 0; i < errors_.size(); ++i) {
-        failed(errors_[i]);
-    }
-    errors_.clear();
-    return total;
-}
+// Who is told what Domain::poll finds.
+class Completions {
+  public:
+    // A write of ours is complete. Closes no endpoint.
+    virtual void written(void *context) = 0;
+    // The bytes of a peer's write are in place. Closes no endpoint.
+    virtual void arrived(uint32_t immediate) = 0;
+    virtual void failed(const CompletionError &error) = 0;
+    // The peer with this id (see Domain::connect) can't be written to any more.
+    virtual void lost(uint64_t peer, const std::string &detail) = 0;
+
+  protected:
+    ~Completions() = default;
+};
+
+// Memory of a GPU that this process has mapped.
+struct DeviceRange {
+    uint64_t address;
+    uint64_t length;
+    int device;     // its ordinal
+    int dmabuf_fd;  // a dma-buf of the range from its beginning; -1 for none
+};
+
+// Memory that peers may write and that writes are posted from, until this goes.
+struct Registration {
+    virtual ~Registration() = default;
+
+    void *descriptor = nullptr;  // for Write::descriptor
+    uint64_t key = 0;            // names it to peers
+    uint64_t base = 0;           // what a remote address adds to an offset
+};
+
+// One NIC, or what takes its place: memory registered with it, endpoints, and their completions. Used by one thread at
+// a time, and outlives all that it gave out.
+class Domain {
+  public:
+    virtual ~Domain() = default;
+
+    virtual const Capabilities &capabilities() const = 0;
+
+    // `memory` is a mapping of the first bytes of `fd` and stays until the registration goes. Throws Error.
+    virtual std::unique_ptr<Registration> register_memory(const Mapping &memory, int fd) = 0;
+    // Only where the capabilities say device_memory. Throws Error.
+    virtual std::unique_ptr<Registration> register_memory(const DeviceRange &range) = 0;
+
+    virtual std::unique_ptr<ReceivingEndpoint> open_endpoint() = 0;
+    // `peer`: the id by which Completions::lost names it. Throws Error(BAD_ADDRESS).
+    virtual std::unique_ptr<SendingEndpoint> connect(const std::string &address, uint64_t peer) = 0;
+
+    // Makes progress, a bounded amount; returns how much there was, 0 if there was nothing to do.
+    virtual size_t poll(Completions &completions) = 0;
+    // Readable when poll() may have something to do; -1 where the provider cannot say.
+    virtual int wait_fd() const = 0;
+    // Whether it is safe to block on wait_fd() now; if not, poll() again first.
+    virtual bool may_block() = 0;
+};
+
+// `provider`: see find_provider. `node`: the local address to bind to. `device_memory` prefers a provider that can
+// register memory of GPUs. Throws Error(PROVIDER_UNAVAILABLE).
+std::unique_ptr<Domain> open_domain(const std::string &provider, const std::string &node, bool device_memory);
 
 }  // namespace baton::fabric

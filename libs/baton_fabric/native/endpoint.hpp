@@ -2,21 +2,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
 
-#include <rdma/fi_cm.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_rma.h>
-
-#include "domain.hpp"
+#include <sys/types.h>
 
 namespace baton::fabric {
 
 // One write, ready to post.
 struct Write {
     const void *source = nullptr;
-    void *descriptor = nullptr;  // of the source region, where the provider wants one
+    void *descriptor = nullptr;  // of the source's Registration
     uint64_t remote_address = 0;
     uint64_t remote_key = 0;
     size_t length = 0;
@@ -24,30 +19,30 @@ struct Write {
     bool last_of_batch = false;
 };
 
-// One RDM endpoint. Closing it is the fence: afterwards no byte that was sent to it can land, and it reads no local
-// memory any more.
-class Endpoint {
+// Where the writes of one peer arrive.
+class ReceivingEndpoint {
   public:
-    explicit Endpoint(Domain &domain);
+    virtual ~ReceivingEndpoint() = default;
 
-    const std::string &address() const { return address_; }
+    // For the peer's Domain::connect.
+    virtual const std::string &address() const = 0;
 
-    // Throws Error if the provider refuses: then nothing is fenced.
-    void close();
+    // The fence: afterwards no byte that was sent to it can land. Throws Error if the provider refuses: then nothing is
+    // fenced.
+    virtual void close() = 0;
+};
 
-    // Throws Error(BAD_ADDRESS).
-    fi_addr_t insert(const std::string &address);
+// Over which we write to one peer. Once it is destroyed, it reads no local memory any more.
+class SendingEndpoint {
+  public:
+    virtual ~SendingEndpoint() = default;
 
     // 0, -FI_EAGAIN, or another negative error number. `context` must hold an fi_context2 at its beginning and stay
     // until the completion.
-    ssize_t post(const Write &write, fi_addr_t peer, uint32_t immediate, bool delivery_complete, void *context);
+    virtual ssize_t post(const Write &write, uint32_t immediate, bool delivery_complete, void *context) = 0;
 
-  private:
-    uint32_t format_;
-    std::shared_ptr<CompletionQueue> queue_;
-    UniqueFid<fid_av> addresses_;
-    UniqueFid<fid_ep> endpoint_;  // closed before what is bound to it
-    std::string address_;
+    // Readable once the process behind the address has ended; -1 where that is not known, or Completions::lost tells.
+    virtual int process_fd() const { return -1; }
 };
 
 }  // namespace baton::fabric

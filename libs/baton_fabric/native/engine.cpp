@@ -109,7 +109,7 @@ Engine::RegisteredRegion Engine::register_region(int fd, uint64_t length) {
     return call(
         [own, length](Progress &progress) {
             const Region &region = progress.regions().add(own->get(), length);
-            return RegisteredRegion{region.id, region.key, region.base};
+            return RegisteredRegion{region.id, region.registration->key, region.registration->base};
         },
         kRegisterNs);
 }
@@ -119,7 +119,7 @@ Engine::RegisteredRegion Engine::register_device_region(DeviceRange range) {
     return call(
         [own, range](Progress &progress) {
             const Region &region = progress.regions().add({range.address, range.length, range.device, own->get()});
-            return RegisteredRegion{region.id, region.key, region.base};
+            return RegisteredRegion{region.id, region.registration->key, region.registration->base};
         },
         kRegisterNs);
 }

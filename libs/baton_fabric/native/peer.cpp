@@ -3,8 +3,6 @@
 #include "error.hpp"
 
 #include <rdma/fi_errno.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <limits>
@@ -17,16 +15,6 @@ namespace {
 constexpr uint64_t kFirstRetryNs = 50'000;
 constexpr uint64_t kLongestRetryNs = 2'000'000;
 
-UniqueFd watch_process(int process) {
-    // The shm provider maps an endpoint of its own process by reference: once one side is closed, the other reads
-    // unmapped memory.
-    if (process == getpid()) {
-        throw invalid("BAD_ADDRESS", "shm does not work between endpoints of one process; use tcp there");
-    }
-    // Absent on old kernels and for processes of others' namespaces; then timeouts tell.
-    return process > 0 ? UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, process, 0))) : UniqueFd();
-}
-
 }  // namespace
 
 Peer::Peer(uint64_t id, Domain &domain, const std::string &address, ContextBlock contexts, uint32_t window,
@@ -34,9 +22,7 @@ Peer::Peer(uint64_t id, Domain &domain, const std::string &address, ContextBlock
     : id_(id),
       metrics_(metrics),
       ordered_(domain.capabilities().ordered),
-      endpoint_(std::make_unique<Endpoint>(domain)),
-      address_(endpoint_->insert(address)),
-      process_(watch_process(process_of(domain.capabilities(), address))),
+      endpoint_(domain.connect(address, id)),
       window_(window),
       contexts_(std::move(contexts)) {
     for (uint32_t i = 0; i < window_; ++i) {
@@ -97,7 +83,7 @@ Peer::Post Peer::post(Transfer &transfer, uint64_t now, std::string &error) {
     const bool delivery = !ordered_ || write.last_of_batch;
     // Taken before the call, which may carry the bytes itself.
     const uint64_t first_ns = transfer.stats.first_post_ns != 0 ? transfer.stats.first_post_ns : now_ns();
-    const ssize_t result = endpoint_->post(write, address_, transfer.immediate(write), delivery, &context);
+    const ssize_t result = endpoint_->post(write, transfer.immediate(write), delivery, &context);
     if (result == -FI_EAGAIN) {
         metrics_.eagain.add();
         retry_delay_ns_ = std::clamp(2 * retry_delay_ns_, kFirstRetryNs, kLongestRetryNs);

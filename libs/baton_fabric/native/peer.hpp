@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "endpoint.hpp"
+#include <rdma/fabric.h>
+
+#include "domain.hpp"
 #include "metrics.hpp"
 #include "resources.hpp"
 #include "transfer.hpp"
@@ -40,8 +42,8 @@ class Peer {
 
     uint64_t id() const { return id_; }
     bool failed() const { return !endpoint_; }
-    // Whether the process behind the address is known, and a descriptor that is readable once it has ended.
-    int process_fd() const { return process_.get(); }
+    // See SendingEndpoint.
+    int process_fd() const { return endpoint_->process_fd(); }
 
     // Transfers with a batch to send, in turn.
     void push_ready(Transfer &transfer, uint64_t now);
@@ -79,9 +81,7 @@ class Peer {
     uint64_t id_;
     Metrics &metrics_;
     bool ordered_;
-    std::unique_ptr<Endpoint> endpoint_;
-    fi_addr_t address_;
-    UniqueFd process_;
+    std::unique_ptr<SendingEndpoint> endpoint_;
     uint32_t window_;
     ContextBlock contexts_;
     WriteContext *free_ = nullptr;

@@ -25,26 +25,26 @@ Progress::Progress(const Options &options, CommandQueue &commands, EventQueue &e
       commands_(commands),
       events_(events),
       metrics_(metrics),
-      domain_(options.provider, options.node, options.device_memory),
-      regions_(domain_, metrics),
+      domain_(open_domain(options.provider, options.node, options.device_memory)),
+      regions_(*domain_, metrics),
       counters_(metrics),
       inboxes_(regions_, events, metrics),
-      sender_(domain_, events, metrics, options.post_timeout_ns),
+      sender_(*domain_, events, metrics, options.post_timeout_ns),
       poll_interval_ns_(kShortestPollNs) {
     try {
-        Endpoint probe(domain_);  // shows now, and not at the first transfer, whether the node is ours
+        domain_->open_endpoint();  // shows now, and not at the first transfer, whether the node is ours
     } catch (const Error &error) {
         throw Error("no endpoint can be opened on node \"" + options.node + "\": " + error.what(), "UNAVAILABLE",
-                    "PROVIDER_UNAVAILABLE", {{"provider", domain_.capabilities().provider}, {"node", options.node}});
+                    "PROVIDER_UNAVAILABLE", {{"provider", domain_->capabilities().provider}, {"node", options.node}});
     }
     waiter_.add(commands.fd(), Waiter::Source::kCommands, 0, true);
-    if (domain_.wait_fd() >= 0) {
-        waiter_.add(domain_.wait_fd(), Waiter::Source::kQueue, 0, false);
+    if (domain_->wait_fd() >= 0) {
+        waiter_.add(domain_->wait_fd(), Waiter::Source::kQueue, 0, false);
     }
 }
 
 std::pair<uint64_t, std::string> Progress::open_endpoint() {
-    auto endpoint = std::make_unique<Endpoint>(domain_);
+    auto endpoint = domain_->open_endpoint();
     const std::string address = endpoint->address();
     const uint64_t id = next_endpoint_++;
     endpoints_.emplace(id, std::move(endpoint));
@@ -173,29 +173,35 @@ void Progress::turn() {
 }
 
 size_t Progress::poll(uint64_t now) {
-    const size_t count =
-        domain_.poll([this, now](void *context) { sender_.completed(*static_cast<WriteContext *>(context), now); },
-                     [this, now](uint32_t immediate) {
-                         inboxes_.arrived(immediate, now);
-                         linger_until_ns_ = std::max(linger_until_ns_, now + kArrivalLingerNs);
-                     },
-                     [this](const CompletionError &error) {
-                         if (error.context != nullptr) {
-                             sender_.write_failed(*static_cast<WriteContext *>(error.context), error.detail);
-                         } else {
-                             metrics_.receive_errors.add();
-                         }
-                     });
+    poll_ns_ = now;
+    const size_t count = domain_->poll(*this);
     if (count == 0) {
         sender_.queue_empty();
     }
     return count;
 }
 
+void Progress::written(void *context) { sender_.completed(*static_cast<WriteContext *>(context), poll_ns_); }
+
+void Progress::arrived(uint32_t immediate) {
+    inboxes_.arrived(immediate, poll_ns_);
+    linger_until_ns_ = std::max(linger_until_ns_, poll_ns_ + kArrivalLingerNs);
+}
+
+void Progress::failed(const CompletionError &error) {
+    if (error.context != nullptr) {
+        sender_.write_failed(*static_cast<WriteContext *>(error.context), error.detail);
+    } else {
+        metrics_.receive_errors.add();
+    }
+}
+
+void Progress::lost(uint64_t peer, const std::string &detail) { sender_.peer_lost(peer, detail); }
+
 uint64_t Progress::wake_time(uint64_t now) {
     uint64_t wake = sender_.next_time_ns();
     const bool open = inboxes_.active() != 0 || sender_.writes_in_flight() || now < linger_until_ns_;
-    if (domain_.wait_fd() < 0 && open) {
+    if (domain_->wait_fd() < 0 && open) {
         wake = std::min(wake, now + poll_interval_ns_);
         const bool quiet = now - last_active_ns_ > kQuietAfterNs;
         poll_interval_ns_ = std::min(2 * poll_interval_ns_, quiet ? kQuietPollNs : kLongPollNs);
@@ -204,14 +210,14 @@ uint64_t Progress::wake_time(uint64_t now) {
 }
 
 void Progress::wait(uint64_t now) {
-    if (domain_.wait_fd() >= 0 && !domain_.may_block()) {
+    if (domain_->wait_fd() >= 0 && !domain_->may_block()) {
         return;
     }
     const uint64_t wake = wake_time(now);
     metrics_.busy_since_ns.store(0, std::memory_order_relaxed);
     waiter_.wait(now, wake, [this](Waiter::Source source, uint64_t id) {
         if (source == Waiter::Source::kProcess) {
-            sender_.process_ended(id);
+            sender_.peer_lost(id, "the peer's process has ended");
         }
     });
     metrics_.wakeups.add();

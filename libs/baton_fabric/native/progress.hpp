@@ -10,7 +10,6 @@
 #include "commands.hpp"
 #include "counters.hpp"
 #include "domain.hpp"
-#include "endpoint.hpp"
 #include "events.hpp"
 #include "inboxes.hpp"
 #include "metrics.hpp"
@@ -29,11 +28,11 @@ struct Options {
 };
 
 // What the progress thread owns, and its loop. Everything here happens on that thread.
-class Progress {
+class Progress : private Completions {
   public:
     Progress(const Options &options, CommandQueue &commands, EventQueue &events, Metrics &metrics);
 
-    Domain &domain() { return domain_; }
+    Domain &domain() { return *domain_; }
     RegionTable &regions() { return regions_; }
     Sender &sender() { return sender_; }
 
@@ -54,6 +53,11 @@ class Progress {
     void run();
 
   private:
+    void written(void *context) override;
+    void arrived(uint32_t immediate) override;
+    void failed(const CompletionError &error) override;
+    void lost(uint64_t peer, const std::string &detail) override;
+
     void turn();
     size_t poll(uint64_t now);
     void wait(uint64_t now);
@@ -64,11 +68,11 @@ class Progress {
     CommandQueue &commands_;
     EventQueue &events_;
     Metrics &metrics_;
-    Domain domain_;
+    std::unique_ptr<Domain> domain_;
     RegionTable regions_;
     CounterTable counters_;
     InboxTable inboxes_;
-    std::unordered_map<uint64_t, std::unique_ptr<Endpoint>> endpoints_;
+    std::unordered_map<uint64_t, std::unique_ptr<ReceivingEndpoint>> endpoints_;
     Sender sender_;
     Waiter waiter_;
     uint64_t next_endpoint_ = 1;
@@ -77,6 +81,7 @@ class Progress {
     uint64_t poll_interval_ns_;
     uint64_t last_active_ns_ = 0;
     uint64_t linger_until_ns_ = 0;
+    uint64_t poll_ns_ = 0;  // the time of the poll under way
     // The latest time at which the thread meant to run again.
     uint64_t expected_ns_ = 0;
 };

@@ -152,12 +152,4 @@ bool Capabilities::mr_prov_key() const { return (mr_mode & FI_MR_PROV_KEY) != 0;
 bool Capabilities::mr_allocated() const { return (mr_mode & FI_MR_ALLOCATED) != 0; }
 bool Capabilities::mr_device() const { return (mr_mode & FI_MR_HMEM) != 0; }
 
-int process_of(const Capabilities &capabilities, const std::string &address) {
-    constexpr const char *kPrefix = "fi_shm://";
-    if (capabilities.provider != "shm" || address.rfind(kPrefix, 0) != 0) {
-        return 0;
-    }
-    return static_cast<int>(std::strtol(address.c_str() + std::strlen(kPrefix), nullptr, 10));
-}
-
 }  // namespace baton::fabric

@@ -44,7 +44,4 @@ Info find_provider(const std::string &provider, const std::string &node, bool de
 
 Capabilities capabilities_of(const fi_info &info);
 
-// The process behind an address that says so (shm does: "fi_shm://<pid>..."), otherwise 0.
-int process_of(const Capabilities &capabilities, const std::string &address);
-
 }  // namespace baton::fabric

@@ -3,9 +3,7 @@
 #include "error.hpp"
 
 #include <fcntl.h>
-#include <rdma/fi_errno.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 
@@ -36,17 +34,8 @@ Region &RegionTable::add(int fd, uint64_t length) {
 
     region->address = region->mapping.address();
     region->size = length;
-
-    const iovec memory{region->address, length};
-    fi_mr_attr attributes{};
-    attributes.mr_iov = &memory;
-    attributes.iov_count = 1;
-    attributes.iface = FI_HMEM_SYSTEM;
-    int result = 0;
-    fid_mr *registration = register_memory(attributes, 0, result);
-    check("fi_mr_regattr", result);
-    region->descriptor = domain_.capabilities().mr_local() ? fi_mr_desc(registration) : nullptr;
-    return keep(std::move(region), registration);
+    region->registration = domain_.register_memory(region->mapping, fd);
+    return keep(std::move(region));
 }
 
 Region &RegionTable::add(const DeviceRange &range) {
@@ -63,57 +52,13 @@ Region &RegionTable::add(const DeviceRange &range) {
     region->id = next_++;
     region->address = reinterpret_cast<void *>(range.address);
     region->size = range.length;
-
-    fi_mr_attr attributes{};
-    attributes.iov_count = 1;
-    attributes.iface = FI_HMEM_CUDA;
-    attributes.device.cuda = range.device;
-    int result = 0;
-    fid_mr *registration = nullptr;
-#ifdef FI_MR_DMABUF
-    // Not where addresses are offsets: libfabric 2.6 takes the descriptor's number for the address there
-    // (ofi_mr_map_insert).
-    const fi_mr_dmabuf dmabuf{range.dmabuf_fd, 0, range.length, region->address};
-    if (range.dmabuf_fd >= 0 && capabilities.mr_virt_addr()) {
-        attributes.dmabuf = &dmabuf;
-        registration = register_memory(attributes, FI_MR_DMABUF, result);
-    }
-#endif
-    // Whether a provider takes dma-bufs is not among what it says of itself.
-    const iovec memory{region->address, range.length};
-    if (registration == nullptr) {
-        attributes.mr_iov = &memory;
-        registration = register_memory(attributes, 0, result);
-    }
-    check("fi_mr_regattr", result);
-    region->descriptor = capabilities.mr_local() || capabilities.mr_device() ? fi_mr_desc(registration) : nullptr;
-    return keep(std::move(region), registration);
+    region->registration = domain_.register_memory(range);
+    return keep(std::move(region));
 }
 
-fid_mr *RegionTable::register_memory(fi_mr_attr attributes, uint64_t flags, int &result) {
-    attributes.access = FI_WRITE | FI_REMOTE_WRITE;
-    fid_mr *registration = nullptr;
-    result = -FI_ENOKEY;
-    for (int attempt = 0; attempt < 16 && result == -FI_ENOKEY; ++attempt) {
-        attributes.requested_key = domain_.capabilities().mr_prov_key() ? 0 : draw_key();
-        result = fi_mr_regattr(domain_.fid(), &attributes, flags, &registration);
-    }
-    return result == 0 ? registration : nullptr;
-}
-
-Region &RegionTable::keep(std::unique_ptr<Region> region, fid_mr *registration) {
-    region->registration.reset(registration);
-    region->key = fi_mr_key(registration);
-    region->base = domain_.capabilities().mr_virt_addr() ? reinterpret_cast<uint64_t>(region->address) : 0;
+Region &RegionTable::keep(std::unique_ptr<Region> region) {
     metrics_.regions.add();
     return *(regions_[region->id] = std::move(region));
-}
-
-// Random, so that a key that was never handed out cannot be guessed, nor an old one met again.
-uint64_t RegionTable::draw_key() {
-    const auto size = domain_.capabilities().mr_key_size;
-    const uint64_t key = (static_cast<uint64_t>(random_()) << 32) | random_();
-    return size >= 8 ? key : key & ((uint64_t{1} << (8 * size)) - 1);
 }
 
 Region *RegionTable::find(uint64_t id) {

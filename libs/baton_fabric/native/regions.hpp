@@ -2,12 +2,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <random>
 #include <set>
 #include <unordered_map>
 #include <vector>
-
-#include <rdma/fi_domain.h>
 
 #include "domain.hpp"
 #include "metrics.hpp"
@@ -21,23 +18,12 @@ struct Region {
     Mapping mapping;  // none for a device's memory, which its owner has mapped
     void *address = nullptr;
     uint64_t size = 0;
-    UniqueFid<fid_mr> registration;  // closed before the mapping goes
-    void *descriptor = nullptr;
-    uint64_t key = 0;
-    uint64_t base = 0;       // what a remote address adds to an offset
+    std::unique_ptr<Registration> registration;  // goes before the mapping does
     uint32_t transfers = 0;  // that read it and have not ended
     uint32_t inboxes = 0;    // that are open, not full, and said to be written through it
 
     const char *bytes() const { return static_cast<const char *>(address); }
     uint64_t length() const { return size; }
-};
-
-// Memory of a GPU that this process has mapped.
-struct DeviceRange {
-    uint64_t address;
-    uint64_t length;
-    int device;     // its ordinal
-    int dmabuf_fd;  // a dma-buf of the range from its beginning; -1 for none
 };
 
 class RegionTable {
@@ -66,15 +52,11 @@ class RegionTable {
         std::set<uint64_t> endpoints;
     };
 
-    // Null with an error in `result`.
-    fid_mr *register_memory(fi_mr_attr attributes, uint64_t flags, int &result);
-    Region &keep(std::unique_ptr<Region> region, fid_mr *registration);
-    uint64_t draw_key();
+    Region &keep(std::unique_ptr<Region> region);
 
     Domain &domain_;
     Metrics &metrics_;
     uint64_t next_ = 1;
-    std::random_device random_;
     std::unordered_map<uint64_t, std::unique_ptr<Region>> regions_;
     std::vector<Retired> retired_;
 };

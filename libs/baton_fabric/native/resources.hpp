@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <random>
 
 #include <rdma/fabric.h>
 
@@ -52,6 +53,18 @@ class Mapping {
   private:
     void *address_ = nullptr;
     size_t length_ = 0;
+};
+
+// Random keys, so that one that was never handed out cannot be guessed, nor an old one met again.
+class KeySource {
+  public:
+    explicit KeySource(uint64_t size) : size_(size) {}
+    // Of `size` bytes, at most 8.
+    uint64_t draw();
+
+  private:
+    uint64_t size_;
+    std::random_device random_;
 };
 
 struct FidCloser {

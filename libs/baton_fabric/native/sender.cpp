@@ -224,10 +224,10 @@ void Sender::write_failed(WriteContext &context, const std::string &detail) {
     fail(*context.peer, "WRITE_FAILED", detail);
 }
 
-void Sender::process_ended(uint64_t id) {
+void Sender::peer_lost(uint64_t id, const std::string &detail) {
     for (auto &peer : peers_) {
         if (peer->id() == id && !peer->failed()) {
-            fail(*peer, "PEER_EXITED", "the peer's process has ended");
+            fail(*peer, "PEER_EXITED", detail);
         }
     }
 }

@@ -38,7 +38,7 @@ class Sender {
     void counter_moved(LayerCounter &counter, uint64_t now);
     void completed(WriteContext &context, uint64_t now);
     void write_failed(WriteContext &context, const std::string &detail);
-    void process_ended(uint64_t peer);
+    void peer_lost(uint64_t peer, const std::string &detail);
     // The completion queue was found empty: nothing names the contexts of closed peers any more.
     void queue_empty();
     void check_deadlines(uint64_t now);

@@ -227,7 +227,7 @@ void Transfer::write_at(const Position &position, Write &write) const {
     write.remote_address =
         stream.remote_base + stream.remote.at(layer, plan_.destination_pages[position.page]) + extent.destination;
     write.length = extent.length;
-    write.descriptor = stream.region->descriptor;
+    write.descriptor = stream.region->registration->descriptor;
     write.remote_key = stream.remote_key;
 }
 

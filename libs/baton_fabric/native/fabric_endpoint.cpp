@@ -1,12 +1,39 @@
-#include "endpoint.hpp"
+#include "fabric_endpoint.hpp"
 
 #include "error.hpp"
 
 #include <rdma/fi_errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
 
 namespace baton::fabric {
+namespace {
 
-Endpoint::Endpoint(Domain &domain) : format_(domain.info().addr_format), queue_(domain.open_queue()) {
+// The process behind an address that says so (shm does: "fi_shm://<pid>..."), otherwise 0.
+int process_of(const Capabilities &capabilities, const std::string &address) {
+    constexpr const char *kPrefix = "fi_shm://";
+    if (capabilities.provider != "shm" || address.rfind(kPrefix, 0) != 0) {
+        return 0;
+    }
+    return static_cast<int>(std::strtol(address.c_str() + std::strlen(kPrefix), nullptr, 10));
+}
+
+UniqueFd watch_process(int process) {
+    // The shm provider maps an endpoint of its own process by reference: once one side is closed, the other reads
+    // unmapped memory.
+    if (process == getpid()) {
+        throw invalid("BAD_ADDRESS", "shm does not work between endpoints of one process; use tcp there");
+    }
+    // Absent on old kernels and for processes of others' namespaces; then timeouts tell.
+    return process > 0 ? UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, process, 0))) : UniqueFd();
+}
+
+}  // namespace
+
+FabricEndpoint::FabricEndpoint(FabricDomain &domain) : format_(domain.info().addr_format), queue_(domain.open_queue()) {
     fi_av_attr attributes{};
     attributes.type = FI_AV_UNSPEC;
     attributes.count = 1;
@@ -27,14 +54,14 @@ Endpoint::Endpoint(Domain &domain) : format_(domain.info().addr_format), queue_(
     address_.assign(buffer, length);
 }
 
-void Endpoint::close() {
+void FabricEndpoint::close() {
     if (endpoint_) {
         check("fi_close(ep)", fi_close(&endpoint_->fid));
         static_cast<void>(endpoint_.release());
     }
 }
 
-fi_addr_t Endpoint::insert(const std::string &address) {
+fi_addr_t FabricEndpoint::insert(const std::string &address) {
     // Providers take it for granted that an address has its format's length, or ends.
     const bool text = format_ == FI_ADDR_STR;
     const std::string terminated = text ? std::string(address.c_str()) : address;
@@ -50,7 +77,12 @@ fi_addr_t Endpoint::insert(const std::string &address) {
     return peer;
 }
 
-ssize_t Endpoint::post(const Write &write, fi_addr_t peer, uint32_t immediate, bool delivery_complete, void *context) {
+FabricSendingEndpoint::FabricSendingEndpoint(FabricDomain &domain, const std::string &address)
+    : endpoint_(domain),
+      peer_(endpoint_.insert(address)),
+      process_(watch_process(process_of(domain.capabilities(), address))) {}
+
+ssize_t FabricSendingEndpoint::post(const Write &write, uint32_t immediate, bool delivery_complete, void *context) {
     iovec local{const_cast<void *>(write.source), write.length};
     fi_rma_iov remote{write.remote_address, write.length, write.remote_key};
     void *descriptor = write.descriptor;
@@ -58,13 +90,13 @@ ssize_t Endpoint::post(const Write &write, fi_addr_t peer, uint32_t immediate, b
     message.msg_iov = &local;
     message.desc = &descriptor;
     message.iov_count = 1;
-    message.addr = peer;
+    message.addr = peer_;
     message.rma_iov = &remote;
     message.rma_iov_count = 1;
     message.context = context;
     message.data = immediate;
     const uint64_t flags = FI_REMOTE_CQ_DATA | FI_COMPLETION | (delivery_complete ? FI_DELIVERY_COMPLETE : 0);
-    return fi_writemsg(endpoint_.get(), &message, flags);
+    return fi_writemsg(endpoint_.fid(), &message, flags);
 }
 
 }  // namespace baton::fabric
