@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 PROMPT ?=
 
-.PHONY: help demo serve test lint format setup setup-dev clean distclean
+.PHONY: help demo serve test gpu-check lint format setup setup-dev clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,16 +21,19 @@ serve: setup ## the cluster until Ctrl-C: HTTP on 127.0.0.1:8000, gRPC on 127.0.
 test: setup-dev ## the whole test suite
 	@$(BIN)/python -m pytest $(ARGS)
 
+gpu-check: setup-dev ## on a machine with a GPU: what of Baton needs one
+	@$(BIN)/python scripts/gpu_check.py $(ARGS)
+
 lint: setup-dev ## style, types, layers, protos
-	$(BIN)/ruff check libs services tests
-	$(BIN)/ruff format --check libs services tests
+	$(BIN)/ruff check libs services tests scripts
+	$(BIN)/ruff format --check libs services tests scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
 format: setup-dev ## rewrite the sources in the house style
-	$(BIN)/ruff check --fix libs services tests
-	$(BIN)/ruff format libs services tests
+	$(BIN)/ruff check --fix libs services tests scripts
+	$(BIN)/ruff format libs services tests scripts
 
 setup: ## install what the cluster needs, and no more
 	@scripts/bootstrap.sh run

@@ -1,6 +1,6 @@
 """GPU memory against a recording driver: which calls, with what, and what is left whatever call fails."""
 
-import importlib
+import enum
 import inspect
 import os
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fake_cuda
+import fake_gpu
 from baton_memory import LayerCounter, MemoryInvalid
 from baton_memory.cuda import (
     Device,
@@ -23,6 +24,7 @@ from baton_memory.cuda import (
 )
 from baton_memory.cuda.memory import round_up
 from fake_cuda import GRANULARITY, CUdevice_attribute, CUresult, Machine, Process
+from fake_gpu import HostGpu
 
 RDMA = CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 DMABUF = CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
@@ -296,8 +298,8 @@ def test_no_gpu_is_one_error_whatever_is_missing(monkeypatch):
 
 def test_the_recording_driver_has_the_names_values_and_parameters_of_the_real_bindings():
     real = pytest.importorskip("cuda.bindings.driver")
-    for name, value in vars(fake_cuda).items():
-        if inspect.isclass(value) and issubclass(value, fake_cuda.enum.IntEnum):
+    for name, value in [*vars(fake_cuda).items(), *vars(fake_gpu).items()]:
+        if inspect.isclass(value) and issubclass(value, enum.IntEnum) and value is not enum.IntEnum:
             for member in value:
                 assert int(getattr(getattr(real, name), member.name)) == member
     for name in ("CU_MEMHOSTREGISTER_PORTABLE", "CU_MEMHOSTREGISTER_DEVICEMAP"):
@@ -310,12 +312,12 @@ def test_the_recording_driver_has_the_names_values_and_parameters_of_the_real_bi
             assert hasattr(made, field)
             for inner in getattr(value, "__dict__", {}) if field in ("location", "allocFlags") else ():
                 assert hasattr(getattr(made, field), inner)
-    functions = [name for name in vars(Process) if name.startswith("cu")]
-    assert len(functions) > 20
-    for name in functions:
+    functions = {name: value for kind in (Process, HostGpu) for name, value in vars(kind).items() if name[:2] == "cu"}
+    assert len(functions) > 35
+    for name, function in functions.items():
         # Its docstring begins with the signature.
-        line = importlib.import_module("cuda.bindings.driver").__dict__[name].__doc__.splitlines()[0]
-        parameters = len(inspect.signature(vars(Process)[name]).parameters) - 1
+        line = getattr(real, name).__doc__.splitlines()[0]
+        parameters = len(inspect.signature(function).parameters) - 1
         inside = line[line.index("(") + 1 : line.rindex(")")]
         depth, count = 0, 1 if inside else 0
         for character in inside:

@@ -56,7 +56,7 @@ def open_driver(api: Any = None) -> Driver:
         driver.call("cuInit", 0)
         count = driver.device_count()
     except DeviceCallFailed as error:
-        raise NoGpu(f"there is no CUDA driver with a GPU here: {error}", **error.fields) from error
+        raise NoGpu(f"no usable CUDA driver: {error}", **error.fields) from error
     if count == 0:
         raise NoGpu("the CUDA driver sees no GPU")
     return driver
