@@ -1,4 +1,4 @@
-"""From the store to the layer counter until the engine posts the layer's first write, seen from the process that stores.
+"""From the store to the layer counter until the engine posts the layer's first write, as the storing process sees it.
 
 The engine is in a process of its own, as an agent is: in doorbell mode it sleeps until the counter's eventfd is rung,
 in spinning mode it never sleeps. One layer at a time, with a pause between them that is long enough to fall asleep in.

@@ -1,0 +1,170 @@
+"""A thousand transfers at a time, a cancel with 64 MiB in flight, and a peer that is killed.
+
+python tests/bench/in_flight.py [--samples 1000] [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import select
+import signal
+import statistics
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bars import Report
+from statistics_of import percentile
+
+from baton_fabric._native import PeerFailed, TransferCancelled, TransferDone, TransferFailed
+from fabric_harness import Pair, wait_until
+
+MIB = 1 << 20
+PAGE_BYTES = 64 << 10
+LAYERS = 4
+SHORT_PAGES = MIB // LAYERS // PAGE_BYTES
+LONG_PAGES = 16 * SHORT_PAGES
+PEERS = 4
+LONG, SHORT = 900, 100
+DEADLINE_S = 120.0
+
+
+class Crowd:
+    """Keeps `LONG` transfers of 16 MiB and `SHORT` of 1 MiB in flight over `PEERS` connections: one that ends is
+    followed by another of its kind."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._engine = pair.sender.engine
+        self._chance = random.Random(0)
+        self._ids = itertools.count(1)
+        self._begun: dict[int, tuple[bool, int, int]] = {}
+        self.shorts_ns: list[int] = []
+        self._peers: list[int] = []
+        for slot in range(PEERS):
+            endpoint, address = pair.receiver.engine.open_endpoint()
+            # More than will ever come: what is measured is when the sender knows that all is delivered.
+            pair.receiver.engine.open_inbox(endpoint, slot, 0, 1 << 40)
+            self._peers.append(self._engine.connect(address))
+        pair.run_step(0)
+
+    def begin(self, short: bool, peer: int) -> None:
+        transfer = next(self._ids)
+        pages = SHORT_PAGES if short else LONG_PAGES
+        lists = [self._chance.sample(range(self._pair.sender.pages), pages) for _ in range(2)]
+        stream = self._pair.stream()
+        counter = self._pair.sender.counter
+        self._engine.open_transfer(transfer, self._peers[peer], peer, 0, counter, LAYERS, [stream], *lists)
+        self._begun[transfer] = short, peer, time.monotonic_ns()
+        self._engine.submit_chunks([(transfer, 0, 0, pages, True)])
+
+    def follow(self, samples: int) -> float:
+        """Until so many short ones have ended -> GB/s meanwhile."""
+        for number in range(LONG + SHORT):
+            self.begin(number % ((LONG + SHORT) // SHORT) == 0, number % PEERS)
+        self._take(SHORT)
+        self.shorts_ns.clear()
+        before, begin = self._pair.sender.metric("bytes"), time.monotonic()
+        self._take(samples)
+        return (self._pair.sender.metric("bytes") - before) / (time.monotonic() - begin) / 1e9
+
+    def _take(self, samples: int) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while len(self.shorts_ns) < samples:
+            assert time.monotonic() < end, f"{len(self.shorts_ns)} short transfers in {DEADLINE_S} s"
+            select.select([self._engine.event_fd], [], [], 1.0)
+            for event in self._engine.events():
+                assert isinstance(event, TransferDone), event
+                short, peer, begun = self._begun.pop(event.transfer)
+                if short:
+                    self.shorts_ns.append(event.stats.last_completion_ns - begun)
+                self.begin(short, peer)
+
+
+def fairness(report: Report, samples: int) -> None:
+    with closing(Pair("tcp", remote="receiver", layers=LAYERS, pages=512, page_bytes=PAGE_BYTES)) as pair:
+        crowd = Crowd(pair)
+        rate = crowd.follow(samples)
+        times = [each / 1e6 for each in crowd.shorts_ns]
+    share = MIB * (LONG + SHORT) / (rate * 1e6)
+    print(
+        f"  {LONG} x 16 MiB and {SHORT} x 1 MiB over {PEERS} peers: {rate:.2f} GB/s; 1 MiB takes p50"
+        f" {percentile(times, 0.5):.0f} ms, p99 {percentile(times, 0.99):.0f} ms; its fair share is {share:.0f} ms"
+    )
+    report.at_most("1,000 in flight: p99 of 1 MiB, of its fair share", percentile(times, 0.99) / share, 3.0)
+
+
+def cancel(report: Report, rounds: int) -> None:
+    """Layers of 64 MiB, as writes of 1 MiB: a window of them is 64 MiB."""
+    times: list[float] = []
+    in_flight: list[int] = []
+    with closing(Pair("tcp", remote="receiver", layers=LAYERS, pages=64, page_bytes=MIB)) as pair:
+        engine = pair.sender.engine
+        pair.run_step(0)
+        for number in range(rounds + 1):
+            pages = list(range(64))
+            transfer = pair.open(pages, pages, slot=0, expected=0)
+            pair.receiver.engine.open_inbox(pair.endpoint, 0, number, 1 << 40)
+            engine.submit_chunks([(transfer, 0, 0, len(pages), True)])
+            end = time.monotonic() + DEADLINE_S
+            while pair.sender.metric("bytes_in_flight") < 60 * MIB and time.monotonic() < end:
+                select.select([], [], [], 1e-4)
+            amount = pair.sender.metric("bytes_in_flight")
+            begin = time.monotonic()
+            engine.cancel_transfer(transfer)
+            (event,) = pair.sender.wait(TransferCancelled, TransferDone, TransferFailed)
+            seconds = time.monotonic() - begin
+            pair.receiver.engine.close_inbox(0, number)
+            if number and isinstance(event, TransferCancelled) and event.quiesced:
+                times.append(seconds * 1e3)
+                in_flight.append(amount)
+    assert times, "no transfer was still going when it was cancelled"
+    print(
+        f"  cancelled with {statistics.median(in_flight) / MIB:.0f} MiB in flight: {min(times):.1f} to"
+        f" {max(times):.1f} ms, {len(times)} times"
+    )
+    report.at_most("cancel to quiesced, 64 MiB in flight, median", statistics.median(times), 50.0, "ms")
+    report.at_most("cancel to quiesced, 64 MiB in flight, slowest", max(times), 50.0, "ms")
+
+
+def killed_receiver(provider: str) -> float:
+    """Seconds from SIGKILL until the sender has the typed failure of the peer and of its transfers."""
+    with closing(Pair(provider, remote="receiver", layers=2, pages=32, page_bytes=MIB)) as pair:
+        pair.sender.fill()
+        pages = list(range(32))
+        transfers = [pair.open(pages, pages) for _ in range(3)]
+        for step, transfer in enumerate(transfers):
+            pair.run_step(step)
+            pair.sender.engine.submit_chunks([(transfer, step * 2, 0, len(pages), True)])
+        wait_until(lambda: bool(pair.receiver.bytes[0, 0, 0]), "the first byte arrives")
+        pair.receiver.signal(signal.SIGKILL)
+        begin = time.monotonic()
+        pair.sender.wait(PeerFailed)
+        ended: list[Any] = pair.sender.wait(TransferFailed, TransferDone, count=3)
+        seconds = time.monotonic() - begin
+        assert any(isinstance(each, TransferFailed) for each in ended)
+        return seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    report = Report()
+    fairness(report, options.samples)
+    cancel(report, options.rounds)
+    for provider in ("tcp", "shm"):
+        slowest = max(killed_receiver(provider) for _ in range(options.rounds))
+        report.at_most(f"receiver killed until the sender's typed failure, {provider}, slowest", slowest, 1.0, "s")
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
