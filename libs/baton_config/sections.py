@@ -1,6 +1,7 @@
 """Every option of every service, with its unit and default."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +18,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 Dtype = Literal["float32", "bfloat16"]
-Transport = Literal["auto", "tcp", "shm"]
+Transport = Literal["auto", "tcp", "shm", "verbs", "efa"]
 LocalPrefill = Literal["never", "fallback", "always"]
 
 
@@ -34,6 +35,18 @@ def parse_cpus(value: object) -> object:
     return cpus
 
 
+def parse_options(value: object) -> object:
+    """ "FI_VERBS_TX_SIZE=512,FI_VERBS_IFACE=eth2"; lists pass through."""
+    if isinstance(value, str):
+        value = [piece.strip() for piece in value.strip("[] ").split(",") if piece.strip()]
+    if isinstance(value, list | tuple):
+        for piece in value:
+            if not re.fullmatch(r"(FI|RDMAV|MLX5)_[A-Z0-9_]+=.*", str(piece)):
+                raise ValueError(f"{piece!r} is not an option such as FI_VERBS_TX_SIZE=512")
+    return value
+
+
+ProviderOptions = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_options)]
 Cpus = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(parse_cpus)]
 
 
@@ -170,9 +183,25 @@ class AgentSettings(Section):
     )
     metrics: str = Field(default="127.0.0.1:9103", description="Address of /metrics and /healthz; empty: none")
     transport: Transport = Field(
-        default="auto", description="Fabric provider: tcp, shm (one host only), or auto, which is tcp"
+        default="auto",
+        description="Fabric provider: tcp, shm (one host only), verbs (InfiniBand, RoCE), efa, or auto, which is tcp",
     )
-    node: str = Field(default="127.0.0.1", description="Local address that the fabric's endpoints are bound to")
+    node: str = Field(
+        default="127.0.0.1",
+        description="Local address that the fabric's endpoints are bound to; with verbs it chooses device and GID",
+    )
+    roce_version: Literal["v1", "v2"] | None = Field(
+        default=None, description="RoCE version of connections of the device that node chooses; unset: left as it is"
+    )
+    roce_traffic_class: Annotated[int, Field(ge=0, le=255)] | None = Field(
+        default=None,
+        description="Traffic class of those connections, the byte with DSCP and ECN; unset: left as it is. Both are "
+        "options of the kernel, for the whole device, and need root",
+    )
+    provider_options: ProviderOptions = Field(
+        default=(),
+        description="Variables for libfabric and its providers (man fi_verbs, fi_efa), such as FI_VERBS_TX_SIZE=512",
+    )
     spin: bool = Field(
         default=False, description="The progress thread polls instead of waiting: needs a CPU of its own"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 from baton_actors import keeping_stop_signals, serve_until_signalled
 from baton_config import Settings
@@ -13,6 +14,7 @@ from baton_telemetry.exposition import MetricsServer
 
 from .devices import Devices
 from .options import AgentOptions
+from .roce import choose
 from .service import Addresses, TransferAgentService
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,10 @@ async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM. Raises what made it impossible to start or to go on."""
     agent = settings.agent
     devices = await asyncio.to_thread(Devices.find)
+    # Read by libfabric once, when the engine asks it for a provider.
+    for option in agent.provider_options:
+        name, _, value = option.partition("=")
+        os.environ[name] = value
     with keeping_stop_signals():
         engine = await FabricEngine.start(
             agent.transport,
@@ -33,6 +39,10 @@ async def run(settings: Settings) -> None:
             device_memory=devices.present,
         )
     try:
+        if engine.provider.startswith("verbs"):
+            device = str(engine.capabilities()["domain"])
+            gid = choose(device, agent.node, agent.roce_version, agent.roce_traffic_class)
+            logger.info("verbs: %s", gid or device)
         # What both sides must share is the provider, not the name that chose it.
         service = TransferAgentService(
             engine,

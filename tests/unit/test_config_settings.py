@@ -55,6 +55,15 @@ def test_texts_for_sizes_and_cpus(monkeypatch):
         load_settings({"decode": {"cpus": "first"}})
 
 
+def test_options_of_a_fabric_provider(monkeypatch):
+    monkeypatch.setenv("BATON_AGENT__PROVIDER_OPTIONS", "FI_VERBS_TX_SIZE=512, FI_EFA_IFACE=rdmap0s6")
+    assert load_settings().agent.provider_options == ("FI_VERBS_TX_SIZE=512", "FI_EFA_IFACE=rdmap0s6")
+    assert load_settings({"agent": {"provider_options": ["FI_X=a=b"]}}).agent.provider_options == ("FI_X=a=b",)
+    for wrong in ("FI_VERBS_TX_SIZE", "LD_PRELOAD=x"):
+        with pytest.raises(ConfigError, match="not an option such as"):
+            load_settings({"agent": {"provider_options": wrong}})
+
+
 @pytest.mark.parametrize(
     ("flags", "where"),
     [
