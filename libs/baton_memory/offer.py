@@ -24,9 +24,10 @@ class Handoff:
     rank; `data_parallel` divides `ranks`.
     `layout`: order ("HND", "NHD", "MLA"), layers, pages, page_size (tokens), kv_heads (this rank's), kv_heads_total (of
     the model), head_dim (MLA: latent + rope), element_size (bytes), dtype (name).
-    `regions`: [{"name": "kv", "length": bytes}]; a rank has the one region "kv" = [layers, pages, page]. A region on a
-    GPU says "kind": "cuda" and "device": the GPU's uuid ("GPU-...") besides; then a GPU moves the layer counter, and
-    nobody rings the doorbell.
+    `regions`: [{"name": "kv", "length": bytes, "layers": number}, ...]: each holds the next so many layers, from its
+    beginning, as [layers, pages, page]; a single one holds all and need not say so. Regions on a GPU say "kind": "cuda"
+    and "device": the GPU's uuid ("GPU-...") besides, the same for all; then a GPU moves the layer counter, and nobody
+    rings the doorbell.
     """
 
     session: int
@@ -43,14 +44,18 @@ class Handoff:
 
     @property
     def kv_length(self) -> int:
-        """Bytes of the region "kv"."""
-        return next(int(region["length"]) for region in self.regions if region["name"] == KV_REGION)
+        """Bytes of all regions."""
+        return sum(int(region["length"]) for region in self.regions)
+
+    @property
+    def region_layers(self) -> list[int]:
+        """How many layers each region holds."""
+        return [int(region.get("layers", self.layout["layers"])) for region in self.regions]
 
     @property
     def device(self) -> str | None:
-        """The uuid of the GPU that the region "kv" is on; None for memory of the host."""
-        region = next(region for region in self.regions if region["name"] == KV_REGION)
-        return str(region["device"]) if region.get("kind", HOST) == CUDA else None
+        """The uuid of the GPU that the regions are on; None for memory of the host."""
+        return str(self.regions[0]["device"]) if self.regions[0].get("kind", HOST) == CUDA else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -80,12 +85,14 @@ def parse_offer(body: Mapping[str, Any]) -> Handoff:
     if ranks % data_parallel:
         raise OfferInvalid(f"data_parallel {data_parallel} doesn't divide {ranks} ranks", ranks=ranks)
     layout = _layout(body.get("layout"))
-    regions = _regions(body.get("regions"))
-    expected, length = region_bytes(layout), regions[0]["length"]
-    if length < expected:
-        raise OfferInvalid(
-            f'region "kv" has {length} bytes, its layout needs {expected}', length=length, expected=expected
-        )
+    regions = _regions(body.get("regions"), layout["layers"])
+    layer = region_bytes(layout) // layout["layers"]
+    for region in regions:
+        expected, length = region.get("layers", layout["layers"]) * layer, region["length"]
+        if length < expected:
+            raise OfferInvalid(
+                f'region "kv" has {length} bytes, its layout needs {expected}', length=length, expected=expected
+            )
     return Handoff(session, rank, ranks, layout, regions, data_parallel)
 
 
@@ -107,12 +114,23 @@ def _layout(layout: Any) -> dict[str, Any]:
     return {"order": order, "dtype": dtype, **numbers}
 
 
-def _regions(regions: Any) -> list[dict[str, Any]]:
-    if not isinstance(regions, list) or len(regions) != 1 or not isinstance(regions[0], dict):
-        raise OfferInvalid('regions must be a list of the one region "kv"', field="regions")
-    if regions[0].get("name") != KV_REGION:
-        raise OfferInvalid(f'the region must be named "kv", not {regions[0].get("name")!r}', field="regions")
-    return [{"name": KV_REGION, "length": _number(regions[0], "length", 1, 2**62, "regions."), **_place(regions[0])}]
+def _regions(regions: Any, layers: int) -> list[dict[str, Any]]:
+    if not isinstance(regions, list) or not regions or not all(isinstance(region, dict) for region in regions):
+        raise OfferInvalid('regions must be a list of one or more regions "kv"', field="regions")
+    checked: list[dict[str, Any]] = []
+    for region in regions:
+        if region.get("name") != KV_REGION:
+            raise OfferInvalid(f'a region must be named "kv", not {region.get("name")!r}', field="regions")
+        length = _number(region, "length", 1, 2**62, "regions.")
+        checked.append({"name": KV_REGION, "length": length, **_place(region)})
+        if len(regions) > 1 or "layers" in region:
+            checked[-1]["layers"] = _number(region, "layers", 1, layers, "regions.")
+    held = sum(region.get("layers", layers) for region in checked)
+    if held != layers:
+        raise OfferInvalid(f"the regions hold {held} layers, the cache has {layers}", field="regions.layers")
+    if len({region.get("device") for region in checked}) > 1:
+        raise OfferInvalid("all regions of a rank must be in the same memory: on one GPU, or the host", field="regions")
+    return checked
 
 
 def _place(region: Mapping[str, Any]) -> dict[str, str]:

@@ -169,10 +169,9 @@ class Receiver(WorkingActor):
             self.spawn(self._discard(number))
         key = self._slots.open()
         inbox = _Inbox(key, view, endpoint)
-        regions = [rank.region for rank in view.ranks]
         try:
             self._engine.open_inbox(
-                endpoint.number, key.slot, wire_generation(key.generation), message.expected, regions
+                endpoint.number, key.slot, wire_generation(key.generation), message.expected, view.region_ids
             )
         except FabricError:
             self._slots.release(*key, Proof.QUIESCED)

@@ -9,6 +9,7 @@ from typing import Any
 from baton.v1 import agent_pb2, common_pb2
 
 from baton_kv.layout import PageLayout
+from baton_kv.regions import RegionMap
 from baton_memory.offer import Handoff
 
 from .devices import RegionMemory
@@ -19,27 +20,17 @@ from .wire import Cache, cache_of
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's memory, registered with the fabric. `region` and `counter` are the engine's ids."""
+    """One rank's memory, registered with the fabric. `counter` is the engine's id."""
 
     connection: int
-    memory: RegionMemory
+    memories: tuple[RegionMemory, ...]
+    # Which of them holds which layers.
+    region_map: RegionMap
     counter: int
 
     @property
-    def region(self) -> int:
-        return self.memory.registered.region
-
-    @property
-    def key(self) -> int:
-        return self.memory.registered.key
-
-    @property
-    def base(self) -> int:
-        return self.memory.registered.base
-
-    @property
     def length(self) -> int:
-        return self.memory.length
+        return sum(memory.length for memory in self.memories)
 
 
 @dataclass(frozen=True)
@@ -53,10 +44,26 @@ class SessionView:
 
     @property
     def regions(self) -> list[common_pb2.RegionDescriptor]:
-        return [
-            common_pb2.RegionDescriptor(rank=number, key=rank.key, base=rank.base, length=rank.length)
-            for number, rank in enumerate(self.ranks)
-        ]
+        descriptors: list[common_pb2.RegionDescriptor] = []
+        for number, rank in enumerate(self.ranks):
+            for run in rank.region_map.runs:
+                memory = rank.memories[run.region]
+                descriptors.append(
+                    common_pb2.RegionDescriptor(
+                        rank=number,
+                        key=memory.registered.key,
+                        base=memory.registered.base,
+                        length=memory.length,
+                        first_layer=run.first_layer,
+                        layers=run.layers,
+                    )
+                )
+        return descriptors
+
+    @property
+    def region_ids(self) -> list[int]:
+        """The engine's ids of all regions."""
+        return [memory.registered.region for rank in self.ranks for memory in rank.memories]
 
 
 def cache_of_offer(offer: Handoff) -> Cache:

@@ -11,11 +11,12 @@ from typing import Any
 from baton_actors import handles
 from baton_fabric.engine import FabricEngine
 from baton_fabric.errors import FabricError
+from baton_kv.regions import RegionMap
 from baton_memory.handoff_server import HandoffServer, ReceivedHandoff
 from baton_memory.offer import Handoff
 from baton_telemetry.metrics import AgentMetrics
 
-from .devices import Devices, deregister, forget, register
+from .devices import Devices, RegionMemory, deregister, forget, register
 from .errors import SessionConflict, ShuttingDown, TooManySessions, UnknownSession
 from .event_log import EventLog
 from .messages import AddSession, EndSession
@@ -255,31 +256,39 @@ class Sessions(WorkingActor):
 
     async def _register(self, received: ReceivedHandoff) -> Rank:
         offer = received.offer
-        memory = await register(self._engine, self._devices, received.region_fds[0], offer.kv_length, offer.device)
+        memories: list[RegionMemory] = []
         try:
+            for region, fd in zip(offer.regions, received.region_fds, strict=True):
+                length = int(region["length"])
+                memories.append(await register(self._engine, self._devices, fd, length, offer.device))
             # A GPU that moves the counter rings nothing.
             rung = offer.device is None
             counter = self._engine.attach_counter(received.counter_memory_fd, received.doorbell_fd, rung)
         except BaseException:
-            await deregister(self._engine, memory)
-            self.spawn(forget(self._engine, memory))
+            for memory in memories:
+                await deregister(self._engine, memory)
+                self.spawn(forget(self._engine, memory))
             raise
-        return Rank(received.connection, memory, counter)
+        return Rank(received.connection, tuple(memories), RegionMap.split(offer.region_layers), counter)
 
     async def _unregister(self, ranks: list[Rank]) -> None:
         for rank in ranks:
             self._engine.detach_counter(rank.counter)
-            while True:
-                try:
-                    await deregister(self._engine, rank.memory)
-                    self.spawn(forget(self._engine, rank.memory))
-                    break
-                except FabricError as error:
-                    # Mapped memory is safe memory: better kept than unmapped under a write.
-                    logger.error("region %d stays registered for now: %s", rank.region, error)
-                    if error.reason != "REGION_IN_USE":
-                        break
-                await asyncio.sleep(DEREGISTER_RETRY)
+            for memory in rank.memories:
+                await self._deregister(memory)
+
+    async def _deregister(self, memory: RegionMemory) -> None:
+        while True:
+            try:
+                await deregister(self._engine, memory)
+                self.spawn(forget(self._engine, memory))
+                return
+            except FabricError as error:
+                # Mapped memory is safe memory: better kept than unmapped under a write.
+                logger.error("region %d stays registered for now: %s", memory.registered.region, error)
+                if error.reason != "REGION_IN_USE":
+                    return
+            await asyncio.sleep(DEREGISTER_RETRY)
 
     def _forget_coming(self, offer: Handoff) -> None:
         entry = self._entries.get(offer.session)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from baton_fabric.engine import Placement, Stream
 from baton_kv.plan import plan_pairs
-from baton_kv.regions import RegionMap
 from baton_kv.streams import StreamPlan
 from baton_kv.streams import plan_streams as plan
 
@@ -22,15 +21,14 @@ def plan_streams(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Strea
         inbox.data_parallel_rank,
         seed,
     )
-    whole = RegionMap.whole(ours.cache.layout.layers)
-    plans = plan(pairs, [whole] * ours.cache.shards.ranks, [whole] * inbox.cache.shards.ranks)
+    plans = plan(pairs, [rank.region_map for rank in ours.ranks], [rank.region_map for rank in inbox.ranks])
     return [_stream(each, ours, inbox) for each in plans]
 
 
 def _stream(plan: StreamPlan, ours: SessionView, inbox: RemoteInbox) -> Stream:
-    remote = inbox.regions[plan.destination_rank]
+    remote = inbox.ranks[plan.destination_rank].regions[plan.destination_region]
     return Stream(
-        source_region=ours.ranks[plan.source_rank].region,
+        source_region=ours.ranks[plan.source_rank].memories[plan.source_region].registered.region,
         source_layer_stride=plan.source.layer_stride,
         source_page_stride=plan.source.page_stride,
         remote_key=remote.key,

@@ -9,6 +9,7 @@ from baton.v1 import agent_pb2, common_pb2
 
 from baton_kv.immediate import SLOTS
 from baton_kv.layout import PageLayout
+from baton_kv.regions import LayerRun, RegionMap, RegionsMismatch
 from baton_kv.shards import ShardMap
 from baton_kv.streams import number_pages
 from baton_rpc.addresses import TcpAddress, parse_address
@@ -48,6 +49,14 @@ class RemoteRegion:
 
 
 @dataclass(frozen=True)
+class RemoteRank:
+    """One rank's memory at the other side, and which of its regions holds which layers."""
+
+    regions: tuple[RemoteRegion, ...]
+    region_map: RegionMap
+
+
+@dataclass(frozen=True)
 class RemoteInbox:
     """Where a transfer goes, checked."""
 
@@ -56,8 +65,7 @@ class RemoteInbox:
     generation: int
     endpoint: bytes
     cache: Cache
-    # By rank.
-    regions: tuple[RemoteRegion, ...]
+    ranks: tuple[RemoteRank, ...]
     data_parallel_rank: int
 
     @property
@@ -122,7 +130,7 @@ def read_inbox(message: agent_pb2.InboxDescriptor, own: common_pb2.AgentDescript
         generation=message.generation,
         endpoint=message.endpoints[0],
         cache=cache,
-        regions=_read_regions(message.regions, cache),
+        ranks=_read_ranks(message.regions, cache),
         data_parallel_rank=message.data_parallel_rank,
     )
 
@@ -169,19 +177,28 @@ def _read_cache(message: agent_pb2.InboxDescriptor) -> Cache:
     return cache_of(rank, layout.kv_heads, sharding.tensor_parallel, sharding.data_parallel, layout.dtype)
 
 
-def _read_regions(messages: Sequence[common_pb2.RegionDescriptor], cache: Cache) -> tuple[RemoteRegion, ...]:
-    by_rank = {region.rank: RemoteRegion(region.key, region.base, region.length) for region in messages}
-    ranks = cache.shards.ranks
-    if len(messages) != ranks or sorted(by_rank) != list(range(ranks)):
-        raise InvalidArgument(
-            f"the inbox must have one region for each of {ranks} ranks, it has {len(messages)}", field="regions"
+def _read_ranks(messages: Sequence[common_pb2.RegionDescriptor], cache: Cache) -> tuple[RemoteRank, ...]:
+    by_rank: dict[int, list[common_pb2.RegionDescriptor]] = {rank: [] for rank in range(cache.shards.ranks)}
+    for message in messages:
+        if message.rank not in by_rank:
+            raise InvalidArgument(f"a region of rank {message.rank}: there are {len(by_rank)} ranks", field="regions")
+        if message.base + message.length > 1 << 64:
+            raise InvalidArgument(f"the region of rank {message.rank} goes beyond 64-bit addresses", field="regions")
+        by_rank[message.rank].append(message)
+    return tuple(_read_rank(rank, regions, cache) for rank, regions in by_rank.items())
+
+
+def _read_rank(rank: int, messages: list[common_pb2.RegionDescriptor], cache: Cache) -> RemoteRank:
+    layout = cache.shards.layout_of(rank, cache.layout)
+    messages.sort(key=lambda message: message.first_layer)
+    regions = tuple(RemoteRegion(message.key, message.base, message.length) for message in messages)
+    try:
+        runs = (
+            LayerRun(region, message.first_layer, message.layers or layout.layers)
+            for region, message in enumerate(messages)
         )
-    for rank, region in by_rank.items():
-        needed = cache.shards.layout_of(rank, cache.layout).region_bytes
-        if region.length < needed:
-            raise InvalidArgument(
-                f"the region of rank {rank} has {region.length} bytes, its layout needs {needed}", field="regions"
-            )
-        if region.base + region.length > 1 << 64:
-            raise InvalidArgument(f"the region of rank {rank} goes beyond 64-bit addresses", field="regions")
-    return tuple(by_rank[rank] for rank in range(ranks))
+        region_map = RegionMap(tuple(runs))
+        region_map.check(layout, [region.length for region in regions])
+    except RegionsMismatch as error:
+        raise InvalidArgument(f"the regions of rank {rank} don't hold its cache: {error}", field="regions") from error
+    return RemoteRank(regions, region_map)

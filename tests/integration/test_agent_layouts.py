@@ -15,12 +15,13 @@ from baton_kv.layout import Order, PageLayout
 from baton_kv.plan import chunk_pages, common_page_size, expected_extents
 from baton_kv.shards import ShardMap
 from baton_memory import Handoff, LayerCounter, SharedMemory, hand_over
+from fabric_harness import fabrics
 from kv_sides import DIM, Side, tokens_of
 
 LAYERS, PAGES, HEADS = 3, 24, 3
 
 
-@pytest.fixture(scope="module", params=["tcp", "shm"])
+@pytest.fixture(scope="module", params=fabrics("tcp", "shm"))
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Agent]]:
     """A prefill and a decode node's agent, which serve one pair of workers after the other."""
     # Not tmp_path: the paths of unix sockets must be short.
@@ -98,6 +99,16 @@ CASES: dict[str, tuple[Order, tuple[int, int], tuple[int, int]]] = {
 async def test_every_token_arrives_where_it_belongs(pair: list[Agent], case: str) -> None:
     order, sizes, tps = CASES[case]
     await transfer(pair, order, sizes, tps, ([LAYERS], [LAYERS]))
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [([1, 1, 1], [3]), ([3], [2, 1]), ([2, 1], [1, 2]), ([1, 1, 1], [1, 1, 1])],
+    ids=["one a layer to one", "one to two", "two to two others", "one a layer"],
+)
+@pytest.mark.parametrize("case", ["smaller pages, 2 ranks of 2 and 1 heads into 3", "latent, larger pages"])
+async def test_caches_over_several_regions(pair: list[Agent], case: str, splits: tuple[list[int], list[int]]) -> None:
+    await transfer(pair, *CASES[case], splits)
 
 
 async def transfer(

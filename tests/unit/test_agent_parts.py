@@ -158,8 +158,8 @@ def test_an_inbox_descriptor_says_the_same_at_the_other_side(layout, copies, dp,
     inbox = read_inbox(agent_pb2.InboxDescriptor.FromString(message.SerializeToString()), own)
     assert inbox.cache == cache
     assert inbox.key == (5, 3, 300)
-    assert [region.key for region in inbox.regions] == [rank + 7 for rank in range(ranks)]
-    assert [region.length for region in inbox.regions] == lengths
+    assert [[region.key for region in rank.regions] for rank in inbox.ranks] == [[rank + 7] for rank in range(ranks)]
+    assert [rank.regions[0].length for rank in inbox.ranks] == lengths
 
 
 def test_a_latent_cache_goes_over_the_wire():

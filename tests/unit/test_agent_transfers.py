@@ -372,6 +372,8 @@ async def test_what_open_transfer_refuses(attached):
 
     region = inbox.regions[0]
     short = common_pb2.RegionDescriptor(rank=0, key=region.key, base=0, length=region.length - 1)
+    fewer = common_pb2.RegionDescriptor(rank=0, key=region.key, base=0, length=region.length, layers=2)
+    stranger = common_pb2.RegionDescriptor(rank=1, key=region.key, base=0, length=region.length)
     beyond = common_pb2.RegionDescriptor(rank=0, key=region.key, base=2**64 - 5, length=region.length)
     for other, source, target, reason in [
         (inbox, [0], [0], "TRANSFER_EXISTS"),
@@ -389,11 +391,14 @@ async def test_what_open_transfer_refuses(attached):
         (changed(endpoints=[b"x" * 513]), [0], [0], "INVALID_FIELD"),
         (changed(regions=[]), [0], [0], "INVALID_FIELD"),
         (changed(regions=[region, region]), [0], [0], "INVALID_FIELD"),
+        (changed(regions=[fewer]), [0], [0], "INVALID_FIELD"),
+        (changed(regions=[region, stranger]), [0], [0], "INVALID_FIELD"),
         (changed(regions=[short]), [0], [0], "INVALID_FIELD"),
         (changed(regions=[beyond]), [0], [0], "INVALID_FIELD"),
         (changed(layout__order=0), [0], [0], "INVALID_FIELD"),
         (changed(layout__layers=0), [0], [0], "KV_INVALID_ARGUMENT"),
-        (changed(layout__layers=2), [0], [0], "KV_LAYOUT_MISMATCH"),
+        (changed(layout__layers=2), [0], [0], "INVALID_FIELD"),
+        (changed(layout__layers=2, regions=[fewer]), [0], [0], "KV_LAYOUT_MISMATCH"),
         (changed(layout__page_size=3), [0], [0], "KV_LAYOUT_MISMATCH"),
         (changed(layout__dtype="int32"), [0], [0], "KV_LAYOUT_MISMATCH"),
         (changed(sharding__tensor_parallel=0), [0], [0], "INVALID_FIELD"),

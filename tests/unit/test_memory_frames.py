@@ -78,6 +78,12 @@ def test_frames_above_the_limits_are_not_made():
         encode_frame({}, MAX_DESCRIPTORS + 1)
 
 
+def test_an_offer_of_a_region_for_each_layer():
+    offer = parse_offer({**OFFER, "regions": [{"name": "kv", "length": 1440, "layers": 1}] * 2})
+    assert (offer.region_layers, offer.kv_length, offer.descriptors) == ([1, 1], 2880, 4)
+    assert parse_offer(offer.to_json()) == offer
+
+
 def test_a_right_offer():
     offer = parse_offer(OFFER)
     assert offer.to_json() == OFFER
@@ -121,6 +127,16 @@ def test_an_offer_says_on_which_gpu_its_memory_is():
         {"regions": [{"name": "kv", "length": 2879}]},
         {"regions": [{"name": "other", "length": 2880}]},
         {"regions": [{"name": "kv", "length": 2880}] * 2},
+        {"regions": [{"name": "kv", "length": 1440, "layers": 1}]},
+        {"regions": [{"name": "kv", "length": 2880, "layers": 2}, {"name": "kv", "length": 1440, "layers": 1}]},
+        {"regions": [{"name": "kv", "length": 1440, "layers": 1}, {"name": "kv", "length": 1439, "layers": 1}]},
+        {"regions": [{"name": "kv", "length": 4320, "layers": 3}, {"name": "kv", "length": 2880, "layers": -1}]},
+        {
+            "regions": [
+                {"name": "kv", "length": 1440, "layers": 1},
+                {"name": "kv", "length": 1440, "layers": 1, "kind": "cuda", "device": "GPU-1"},
+            ]
+        },
         {"regions": [{**OFFER["regions"][0], "kind": "rocm"}]},
         {"regions": [{**OFFER["regions"][0], "kind": None}]},
         {"regions": [{**OFFER["regions"][0], "kind": "cuda"}]},
