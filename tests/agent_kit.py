@@ -15,12 +15,13 @@ from baton_kv.plan import expected_extents
 from baton_kv.shards import ShardMap
 from baton_memory import Handoff, HandoffConnection, LayerCounter, SharedMemory, hand_over
 from baton_rpc import RemoteError, open_channel
+from fabric_harness import SLOWNESS
 
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, ELEMENT = 3, 32, 4, 2, 8, 4
 PAGE_BYTES = 2 * HEADS * PAGE_SIZE * DIM * ELEMENT
 LAYER_BYTES = PAGES * PAGE_BYTES
 LENGTH = LAYERS * LAYER_BYTES
-DEADLINE = 10.0
+DEADLINE = 10.0 * SLOWNESS
 
 
 def layout(heads: int = HEADS, **changes: Any) -> dict[str, Any]:

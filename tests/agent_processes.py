@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster import free_port
+from fabric_harness import NODE, SLOWNESS
 
 AGENT = """
 import faulthandler, uvloop
@@ -21,15 +22,15 @@ faulthandler.enable()
 configure("agent")
 uvloop.run(run(load_settings()))
 """
-FAST = {
-    "heartbeat_s": "0.1",
-    "heartbeat_timeout_s": "0.3",
-    "heartbeat_misses": "3",
-    "stop_timeout_s": "1.0",
-    "drain_timeout_s": "0.7",
-    "post_timeout_s": "1.0",
-    "shutdown_timeout_s": "4.0",
+_SECONDS = {
+    "heartbeat_s": 0.1,
+    "heartbeat_timeout_s": 0.3,
+    "stop_timeout_s": 1.0,
+    "drain_timeout_s": 0.7,
+    "post_timeout_s": 1.0,
+    "shutdown_timeout_s": 4.0,
 }
+FAST = {"heartbeat_misses": "3", **{name: str(value * SLOWNESS) for name, value in _SECONDS.items()}}
 
 
 class Agent:
@@ -45,6 +46,7 @@ class Agent:
             "control": f"127.0.0.1:{free_port()}",
             "metrics": "",
             "transport": transport,
+            "node": NODE,
             **FAST,
             **settings,
         }
