@@ -36,6 +36,7 @@ LATENCY_BUCKETS = (
     60,
 )
 TRANSFER_BUCKETS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+EXTENTS_BUCKETS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 4096)
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -167,6 +168,11 @@ class AgentMetrics(_Catalogue):
         )
         self.first_post_seconds = self._histogram(
             "first_post_seconds", "Layer counter moved until the first write is posted", TRANSFER_BUCKETS
+        )
+        self.extents_per_write = self._histogram(
+            "extents_per_write",
+            "Extents that one write of a finished transfer carried on average: how often both pools gave neighbours",
+            EXTENTS_BUCKETS,
         )
 
     def read_fabric(self, read: Callable[[], Mapping[str, float]]) -> None:

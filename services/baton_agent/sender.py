@@ -294,6 +294,8 @@ class Sender(WorkingActor):
         if message.kind == "TransferDone":
             self._metrics.transfer_seconds.observe(event.stats.duration_us / 1e6)
             self._metrics.first_post_seconds.observe(event.stats.first_post_us / 1e6)
+            if event.stats.writes:
+                self._metrics.extents_per_write.observe(event.stats.extents / event.stats.writes)
             self._do(transfer, transfer.life.done(), event.stats)
         elif message.kind == "TransferCancelled":
             self._do(transfer, transfer.life.cancelled(event.quiesced))

@@ -46,7 +46,7 @@ def _transfer_rows(transfer: common_pb2.TransferStats) -> list[Row]:
         return []
     return [
         Row("transfer", transfer.duration_us, f"{format_bytes(transfer.bytes)}, {_count(transfer.pages, 'page')}"),
-        Row("  in", None, f"{_count(transfer.writes, 'write')} of {_count(transfer.extents, 'extent')}"),
+        Row("  in", None, _writes(transfer)),
         Row("  overlapped with compute", transfer.overlapped_us),
         Row("  exposed after compute", transfer.exposed_us),
         Row("  layer done to first write", transfer.first_post_us),
@@ -74,6 +74,12 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} B"
+
+
+def _writes(transfer: common_pb2.TransferStats) -> str:
+    """How well neighbouring pages were joined."""
+    each = f", {transfer.extents / transfer.writes:,.1f} extents each" if transfer.writes else ""
+    return f"{_count(transfer.writes, 'write')} of {_count(transfer.extents, 'extent')}{each}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -110,7 +110,7 @@ def test_the_timeline_as_rows():
     assert rows["prefill queue"].note == "at prefill-0, after 1 failed"
     assert rows["prefill compute, chunk 1"].note == "512 tokens, 512 tokens/s"
     assert rows["transfer"].note == "47.2 MB, 64 pages"
-    assert rows["  in"].note == "1 write of 1,920 extents"
+    assert rows["  in"].note == "1 write of 1,920 extents, 1,920.0 extents each"
     assert rows["inter-token latency"].note == "25.0 tokens/s, 9 tokens"
 
 
