@@ -20,7 +20,7 @@ class AgentOptions:
     heartbeat_timeout: float = 1.0
     heartbeat_misses: int = 5
     # Before a heartbeat that was refused at once is repeated: a dead peer is known after misses * retry.
-    heartbeat_retry: float = 0.1
+    heartbeat_retry: float = 0.05
     # A connection or endpoint that no transfer has used for so long is closed.
     idle_timeout: float = 60.0
     # How long TransferAborted is repeated while the receiver can't be reached.

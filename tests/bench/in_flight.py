@@ -1,4 +1,4 @@
-"""A thousand transfers at a time, a cancel with 64 MiB in flight, and a peer that is killed.
+"""A thousand transfers at a time, and a cancel with 64 MiB in flight.
 
 python tests/bench/in_flight.py [--samples 1000] [--rounds 7]
 """
@@ -9,21 +9,19 @@ import argparse
 import itertools
 import random
 import select
-import signal
 import statistics
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bars import Report
 from statistics_of import percentile
 
-from baton_fabric._native import PeerFailed, TransferCancelled, TransferDone, TransferFailed
-from fabric_harness import Pair, wait_until
+from baton_fabric._native import TransferCancelled, TransferDone, TransferFailed
+from fabric_harness import Pair
 
 MIB = 1 << 20
 PAGE_BYTES = 64 << 10
@@ -133,25 +131,6 @@ def cancel(report: Report, rounds: int) -> None:
     report.at_most("cancel to quiesced, 64 MiB in flight, slowest", max(times), 50.0, "ms")
 
 
-def killed_receiver(provider: str) -> float:
-    """Seconds from SIGKILL until the sender has the typed failure of the peer and of its transfers."""
-    with closing(Pair(provider, remote="receiver", layers=2, pages=32, page_bytes=MIB)) as pair:
-        pair.sender.fill()
-        pages = list(range(32))
-        transfers = [pair.open(pages, pages) for _ in range(3)]
-        for step, transfer in enumerate(transfers):
-            pair.run_step(step)
-            pair.sender.engine.submit_chunks([(transfer, step * 2, 0, len(pages), True)])
-        wait_until(lambda: bool(pair.receiver.bytes[0, 0, 0]), "the first byte arrives")
-        pair.receiver.signal(signal.SIGKILL)
-        begin = time.monotonic()
-        pair.sender.wait(PeerFailed)
-        ended: list[Any] = pair.sender.wait(TransferFailed, TransferDone, count=3)
-        seconds = time.monotonic() - begin
-        assert any(isinstance(each, TransferFailed) for each in ended)
-        return seconds
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=1000)
@@ -160,9 +139,6 @@ def main() -> int:
     report = Report()
     fairness(report, options.samples)
     cancel(report, options.rounds)
-    for provider in ("tcp", "shm"):
-        slowest = max(killed_receiver(provider) for _ in range(options.rounds))
-        report.at_most(f"receiver killed until the sender's typed failure, {provider}, slowest", slowest, 1.0, "s")
     return report.finish()
 
 
