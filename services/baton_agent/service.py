@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import grpc
 from baton.v1 import agent_pb2_grpc, common_pb2
 
-from baton_actors import Actor
+from baton_actors import Actor, ActorStopped
 from baton_fabric.engine import FabricEngine
 from baton_memory.cuda import NoGpu
 from baton_memory.sockets import check_socket_path, clear_stale_socket
@@ -126,11 +128,9 @@ class TransferAgentService:
         await self.sessions.server.start()
         self._serving = True
         await self._local.start()
-        self._background = [
-            asyncio.create_task(self._tick()),
-            asyncio.create_task(deliver(self._engine, self.receiver.tell, self.sender.tell, self._engine_failed)),
-            *(asyncio.create_task(self._mind(a)) for a in self._actors),
-        ]
+        events = deliver(self._engine, self.receiver.tell, self.sender.tell, self._engine_failed)
+        parts = [("ticks", self._tick()), ("events", events), *((actor.name, actor.join()) for actor in self._actors)]
+        self._background = [asyncio.create_task(self._mind(name, part), name=name) for name, part in parts]
         logger.info(
             "agent %#018x: workers at %s, model processes at %s, agents at %s, transport %s",
             self.incarnation,
@@ -198,12 +198,15 @@ class TransferAgentService:
         if not self.failed.done():
             self.failed.set_result(error)
 
-    async def _mind(self, actor: Actor) -> None:
-        """An agent that lost one of its actors knows nothing for sure any more: it ends, and a new one starts clean."""
+    async def _mind(self, name: str, part: Coroutine[Any, Any, None]) -> None:
+        """An agent that lost one of its parts knows nothing for sure any more: it ends, and a new one starts clean."""
         try:
-            await actor.join()
+            await part
+        except ActorStopped:
+            # The consequence: the actor's own failure is told by its own watch.
+            logger.info("%s: no actor is there to hear of them", name)
         except Exception as error:
-            logger.exception("actor %s failed", actor.name)
+            logger.exception("%s failed", name)
             self._fail(error)
 
     async def _tick(self) -> None:

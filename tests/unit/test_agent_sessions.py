@@ -193,6 +193,17 @@ async def test_a_failed_actor_ends_the_agent(agent, models, monkeypatch):
         monkeypatch.undo()
 
 
+async def test_an_agent_whose_clock_stops_ends(agent, monkeypatch):
+    """Idle connections, retried fences and the end of quarantines hang on it."""
+
+    async def fail():
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(agent.service.peers, "close_idle", fail)
+    with pytest.raises(KeyError, match="nobody"):
+        await asyncio.wait_for(agent.service.failure(), 5)
+
+
 async def test_a_failed_engine_ends_the_agent(agent):
     assert agent.service.problem() is None
     agent.engine.emit(fake_fabric.EngineFailed("cq gone"))
