@@ -283,7 +283,12 @@ class Cluster:
         for name, service in self.services.items():
             if not service.running or name == "gateway":
                 continue
-            samples = await self.metrics(name)
+            try:
+                samples = await self.metrics(name)
+            except httpx.TransportError:
+                # It is starting.
+                found[f"{name} unreachable"] = 1
+                continue
             if name.startswith("agent-"):
                 found[f"{name} inboxes"] = samples["baton_agent_open_inboxes"]
                 found[f"{name} transfers"] = samples["baton_agent_open_transfers"]

@@ -73,8 +73,8 @@ async def test_a_killed_part_costs_nobody_but_itself(cluster: Cluster, part: str
         cluster.services[victim].start()
     elif part == "agent":
         cluster.services[f"agent-{victim}"].start()
+    await cluster.at_rest(30)
     await cluster.ready(3, timeout=60)
-    await cluster.at_rest(5)
 
     async def serves_again() -> bool:
         answer = await cluster.generate(make_prompt(PROMPT_TOKENS), max_tokens=NEW_TOKENS)
