@@ -212,9 +212,10 @@ class Engine:
         Counters: bytes, writes, extents, completions, delivery_completions, write_errors, eagain, transfers_done,
         transfers_failed, transfers_cancelled, peers_failed, immediates, extents_received, stale_immediates (for no
         open inbox, or another generation of it), violations, inboxes_full, late_chunks (for a transfer that had ended),
-        receive_errors, wakeups. Levels: transfers, inboxes, regions, retired_regions (deregistered, but their addresses
-        are kept until endpoints close), peers, endpoints, counters, writes_in_flight, bytes_in_flight. busy_us: how
-        long the thread has been in its present turn, 0 if it waits: large means that the provider does not return.
+        receive_errors, wakeups, faults (that a test had made). Levels: transfers, inboxes, regions, retired_regions
+        (deregistered, but their addresses are kept until endpoints close), peers, endpoints, counters,
+        writes_in_flight, bytes_in_flight. busy_us: how long the thread has been in its present turn, 0 if it waits:
+        large means that the provider does not return.
         """
 
     # Memory
@@ -317,3 +318,8 @@ class Engine:
     def cancel_transfer(self, transfer: int) -> None:
         """No layer is begun any more. TransferCancelled follows once every posted write is complete and delivered,
         or another terminal event if that comes first. Ids that are not known any more are ignored."""
+    def set_faults(self, rules: Sequence[tuple[int, int, int, int, int, int, float, int]], seed: int = 0) -> None:
+        """For tests: (at, action, peer, transfer, nth, times, probability, amount) of each rule; baton_fabric.faults
+        makes them. What the rules before hold is let go."""
+    def release_faults(self) -> None:
+        """What is held for a test goes on its way."""

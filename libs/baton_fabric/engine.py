@@ -18,6 +18,7 @@ from ._native import (
     TransferStats,
 )
 from .errors import FabricError
+from .faults import FaultPlan
 
 __all__ = [
     "Chunk",
@@ -224,3 +225,11 @@ class FabricEngine:
 
     def cancel_transfer(self, transfer: int) -> None:
         self._native.cancel_transfer(transfer)
+
+    # For tests
+    def set_faults(self, plan: FaultPlan) -> None:
+        """In place of the plan before, which lets go of what it holds; one without rules costs nothing."""
+        self._native.set_faults([rule.native() for rule in plan.rules], plan.seed)
+
+    def release_faults(self) -> None:
+        self._native.release_faults()

@@ -189,4 +189,12 @@ void Engine::cancel_transfer(uint64_t transfer) {
     call([transfer](Progress &progress) { progress.sender().cancel(transfer); });
 }
 
+void Engine::set_faults(std::vector<FaultRule> rules, uint64_t seed) {
+    call([rules = std::move(rules), seed](Progress &progress) mutable { progress.set_faults(std::move(rules), seed); });
+}
+
+void Engine::release_faults() {
+    call([](Progress &progress) { progress.release_faults(); });
+}
+
 }  // namespace baton::fabric

@@ -57,6 +57,8 @@ class Engine {
     void open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan, std::vector<StreamRequest> streams);
     void submit_chunks(Chunks chunks);
     void cancel_transfer(uint64_t transfer);
+    void set_faults(std::vector<FaultRule> rules, uint64_t seed);
+    void release_faults();
 
   private:
     struct Core;

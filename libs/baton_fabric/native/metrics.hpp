@@ -37,6 +37,7 @@ class Counter64 {
     X(late_chunks)              \
     X(receive_errors)           \
     X(wakeups)                  \
+    X(faults)                   \
     X(transfers)                \
     X(inboxes)                  \
     X(regions)                  \

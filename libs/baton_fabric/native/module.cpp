@@ -27,6 +27,8 @@ using PlacedStream = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t
                                 std::vector<ExtentTuple>, std::optional<PlacementTuple>>;
 using StreamTuple = std::variant<PlainStream, PlacedStream>;
 using ChunkTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, bool>;
+// at, action, peer, transfer, nth, times, probability, amount
+using FaultTuple = std::tuple<int, int, uint64_t, uint64_t, uint64_t, uint64_t, double, uint64_t>;
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
 // Without a placement: all layers, and pages of one size.
@@ -85,6 +87,16 @@ void submit_chunks(Engine &engine, const std::vector<ChunkTuple> &tuples) {
         chunks.push_back({transfer, Chunk{base, first, pages, last}});
     }
     engine.submit_chunks(std::move(chunks));
+}
+
+void set_faults(Engine &engine, const std::vector<FaultTuple> &tuples, uint64_t seed) {
+    std::vector<FaultRule> rules;
+    rules.reserve(tuples.size());
+    for (const auto &[at, action, peer, transfer, nth, times, probability, amount] : tuples) {
+        rules.push_back({static_cast<FaultRule::At>(at), static_cast<FaultRule::Action>(action), peer, transfer, nth,
+                         times, probability, amount});
+    }
+    engine.set_faults(std::move(rules), seed);
 }
 
 nb::dict capabilities(const Engine &engine) {
@@ -251,5 +263,7 @@ NB_MODULE(_native, m) {
              nb::arg("generation"), nb::arg("counter"), nb::arg("layers"), nb::arg("streams"), nb::arg("source_pages"),
              nb::arg("destination_pages"), NoGil())
         .def("submit_chunks", &submit_chunks, nb::arg("chunks"), NoGil())
-        .def("cancel_transfer", &Engine::cancel_transfer, nb::arg("transfer"), NoGil());
+        .def("cancel_transfer", &Engine::cancel_transfer, nb::arg("transfer"), NoGil())
+        .def("set_faults", &set_faults, nb::arg("rules"), nb::arg("seed") = 0, NoGil())
+        .def("release_faults", &Engine::release_faults, NoGil());
 }

@@ -1,6 +1,7 @@
 #include "peer.hpp"
 
 #include "error.hpp"
+#include "faults.hpp"
 
 #include <rdma/fi_errno.h>
 
@@ -73,7 +74,7 @@ void Peer::remove_ready(Transfer &transfer) {
     transfer.is_ready = false;
 }
 
-Peer::Post Peer::post(Transfer &transfer, uint64_t now, std::string &error) {
+Peer::Post Peer::post(Transfer &transfer, uint64_t now, std::string &error, Faults *faults) {
     if (free_ == nullptr) {
         return Post::kNoRoom;
     }
@@ -83,7 +84,9 @@ Peer::Post Peer::post(Transfer &transfer, uint64_t now, std::string &error) {
     const bool delivery = !ordered_ || write.last_of_batch;
     // Taken before the call, which may carry the bytes itself.
     const uint64_t first_ns = transfer.stats.first_post_ns != 0 ? transfer.stats.first_post_ns : now_ns();
-    const ssize_t result = endpoint_->post(write, transfer.immediate(write), delivery, &context);
+    const auto provider = [&] { return endpoint_->post(write, transfer.immediate(write), delivery, &context); };
+    const ssize_t result =
+        faults == nullptr ? provider() : faults->post(context, id_, transfer.id(), now, provider);
     if (result == -FI_EAGAIN) {
         metrics_.eagain.add();
         retry_delay_ns_ = std::clamp(2 * retry_delay_ns_, kFirstRetryNs, kLongestRetryNs);

@@ -15,6 +15,8 @@
 
 namespace baton::fabric {
 
+class Faults;
+
 // What the provider keeps of a write until it completes.
 struct WriteContext {
     fi_context2 reserved;  // the provider's own
@@ -52,7 +54,8 @@ class Peer {
     void remove_ready(Transfer &transfer);
 
     // Posts the next write of a transfer. kFailed: `error` has the provider's words.
-    Post post(Transfer &transfer, uint64_t now, std::string &error);
+    // `faults`: null unless the provider is to look worse than it is.
+    Post post(Transfer &transfer, uint64_t now, std::string &error, Faults *faults);
     // A completion that was not an error; the context is free afterwards.
     void complete(WriteContext &context, uint64_t now);
 

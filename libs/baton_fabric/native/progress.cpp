@@ -118,6 +118,26 @@ void Progress::open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan)
     sender_.open(peer, counters_.at(counter), std::move(plan), now_ns());
 }
 
+void Progress::set_faults(std::vector<FaultRule> rules, uint64_t seed) {
+    release_faults();
+    faults_ = rules.empty() ? nullptr : std::make_unique<Faults>(std::move(rules), seed, metrics_);
+    sender_.set_faults(faults_.get());
+}
+
+void Progress::release_faults() {
+    if (faults_) {
+        faults_->release();
+        let_faults_go(now_ns());
+    }
+}
+
+void Progress::let_faults_go(uint64_t now) {
+    faults_->due(
+        now, [this, now](WriteContext &context) { sender_.completed(context, now); },
+        [this](WriteContext &context) { sender_.write_failed(context, "as a test had it"); },
+        [this, now](uint32_t immediate) { inboxes_.arrived(immediate, now); });
+}
+
 void Progress::run() {
     expected_ns_ = now_ns();
     try {
@@ -158,6 +178,9 @@ void Progress::turn() {
     }
     // Completions first: they may be what a deadline waits for.
     active |= poll(now) != 0;
+    if (faults_) {
+        let_faults_go(now);
+    }
     sender_.check_deadlines(now);
     const uint64_t before = metrics_.writes.get();
     const bool more = sender_.post(now);
@@ -181,10 +204,18 @@ size_t Progress::poll(uint64_t now) {
     return count;
 }
 
-void Progress::written(void *context) { sender_.completed(*static_cast<WriteContext *>(context), poll_ns_); }
+void Progress::written(void *context) {
+    auto &write = *static_cast<WriteContext *>(context);
+    // Without a transfer it is of a peer that was closed meanwhile.
+    if (!faults_ || write.transfer == nullptr || !faults_->completed(write, poll_ns_)) {
+        sender_.completed(write, poll_ns_);
+    }
+}
 
 void Progress::arrived(uint32_t immediate) {
-    inboxes_.arrived(immediate, poll_ns_);
+    if (!faults_ || !faults_->arrived(immediate, poll_ns_)) {
+        inboxes_.arrived(immediate, poll_ns_);
+    }
     linger_until_ns_ = std::max(linger_until_ns_, poll_ns_ + kArrivalLingerNs);
 }
 
@@ -199,7 +230,7 @@ void Progress::failed(const CompletionError &error) {
 void Progress::lost(uint64_t peer, const std::string &detail) { sender_.peer_lost(peer, detail); }
 
 uint64_t Progress::wake_time(uint64_t now) {
-    uint64_t wake = sender_.next_time_ns();
+    uint64_t wake = faults_ ? std::min(sender_.next_time_ns(), faults_->next_ns()) : sender_.next_time_ns();
     const bool open = inboxes_.active() != 0 || sender_.writes_in_flight() || now < linger_until_ns_;
     if (domain_->wait_fd() < 0 && open) {
         wake = std::min(wake, now + poll_interval_ns_);

@@ -11,6 +11,7 @@
 #include "counters.hpp"
 #include "domain.hpp"
 #include "events.hpp"
+#include "faults.hpp"
 #include "inboxes.hpp"
 #include "metrics.hpp"
 #include "regions.hpp"
@@ -47,6 +48,8 @@ class Progress : private Completions {
     void detach_counter(uint64_t counter);
     uint64_t connect(const std::string &address);
     void open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan);
+    void set_faults(std::vector<FaultRule> rules, uint64_t seed);
+    void release_faults();
 
     void stop() { stopping_ = true; }
     // Until stop(). An error on the way ends every transfer, and is the engine's last event.
@@ -63,6 +66,7 @@ class Progress : private Completions {
     void wait(uint64_t now);
     uint64_t wake_time(uint64_t now);
     void close_all(const char *reason);
+    void let_faults_go(uint64_t now);
 
     Options options_;
     CommandQueue &commands_;
@@ -74,6 +78,7 @@ class Progress : private Completions {
     InboxTable inboxes_;
     std::unordered_map<uint64_t, std::unique_ptr<ReceivingEndpoint>> endpoints_;
     Sender sender_;
+    std::unique_ptr<Faults> faults_;
     Waiter waiter_;
     uint64_t next_endpoint_ = 1;
     bool stopping_ = false;

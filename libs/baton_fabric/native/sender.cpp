@@ -1,6 +1,7 @@
 #include "sender.hpp"
 
 #include "error.hpp"
+#include "faults.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -245,6 +246,9 @@ void Sender::fail_transfers(Peer &peer, const char *reason) {
             ended.emplace_back(transfer.get(), peer.delivered(*transfer));
         }
     }
+    if (faults_ != nullptr) {
+        faults_->forget(peer);
+    }
     retire(peer.close());
     for (const auto &[transfer, quiesced] : ended) {
         metrics_.transfers_failed.add();
@@ -315,7 +319,7 @@ void Sender::post_turn(Peer &peer, uint64_t now) {
         }
         const uint64_t before = transfer->stats.bytes;
         std::string error;
-        const auto result = peer.post(*transfer, now, error);
+        const auto result = peer.post(*transfer, now, error, faults_);
         if (result == Peer::Post::kFailed) {
             fail(peer, "WRITE_FAILED", error);
             return;

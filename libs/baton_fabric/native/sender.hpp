@@ -51,6 +51,8 @@ class Sender {
     uint64_t next_time_ns() const;
     bool writes_in_flight() const { return metrics_.writes_in_flight.get() != 0; }
     uint32_t window() const { return window_; }
+    // For tests; null for none. Must outlive the sender's use of it.
+    void set_faults(Faults *faults) { faults_ = faults; }
 
   private:
     void post_turn(Peer &peer, uint64_t now);
@@ -74,6 +76,7 @@ class Sender {
     WriteLimits limits_;
     uint64_t next_peer_ = 1;
     size_t turn_ = 0;
+    Faults *faults_ = nullptr;
     std::vector<std::unique_ptr<Peer>> peers_;
     std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
     std::deque<ContextBlock> free_contexts_;
