@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 Dtype = Literal["float32", "bfloat16"]
-Transport = Literal["auto", "tcp", "shm", "verbs", "efa"]
+Transport = Literal["auto", "tcp", "local", "shm", "verbs", "efa"]
 LocalPrefill = Literal["never", "fallback", "always"]
 
 
@@ -184,7 +184,8 @@ class AgentSettings(Section):
     metrics: str = Field(default="127.0.0.1:9103", description="Address of /metrics and /healthz; empty: none")
     transport: Transport = Field(
         default="auto",
-        description="Fabric provider: tcp, shm (one host only), verbs (InfiniBand, RoCE), efa, or auto, which is tcp",
+        description="Fabric provider: tcp; local (all agents on one host, of one user and in one network namespace: "
+        "the fastest there); shm (libfabric's own for one host); verbs (InfiniBand, RoCE); efa; or auto, which is tcp",
     )
     node: str = Field(
         default="127.0.0.1",

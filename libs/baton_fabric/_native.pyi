@@ -112,7 +112,8 @@ class TransferDone:
 class TransferFailed:
     """The transfer's peer failed or was disconnected, or the engine failed or was closed. Terminal.
 
-    Nothing reads local memory for this transfer any more. ``quiesced``: also proven that none of its writes can
+    Nothing reads local memory for this transfer any more (over local: nothing that is read from now on will count as
+    arrived). ``quiesced``: also proven that none of its writes can
     still touch remote memory.
     """
 
@@ -120,8 +121,8 @@ class TransferFailed:
     def transfer(self) -> int: ...
     @property
     def reason(self) -> str:
-        """WRITE_FAILED, POST_TIMEOUT (nothing was accepted), WRITE_TIMEOUT (nothing was completed), PEER_EXITED,
-        DISCONNECTED, ENGINE_CLOSED or ENGINE_FAILED."""
+        """WRITE_FAILED, POST_TIMEOUT (nothing was accepted), WRITE_TIMEOUT (nothing was completed), PEER_EXITED (or,
+        over local, closed its endpoint), DISCONNECTED, ENGINE_CLOSED or ENGINE_FAILED."""
     @property
     def quiesced(self) -> bool: ...
     @property
@@ -176,19 +177,20 @@ class Engine:
     ) -> None:
         """Opens the fabric and starts the progress thread. Takes milliseconds.
 
-        provider: "auto" (the same as "tcp" now), "tcp" (the best RDM provider over tcp that libfabric has: tcp, net
-        or tcp;ofi_rxm), "shm" (between processes of one host), or any provider name of libfabric; the rxm of libfabric
-        1.11 to 1.17 can crash the process if an endpoint is closed within a message, so prefer newer ones. node: local
-        address to bind to, ignored by shm. spin: the thread never blocks; for a core of its own. post_timeout_ms: a
-        peer that accepts and completes nothing for this long while there is work for it has failed; one write that is
-        older than four times this fails its peer too. device_memory: of the names that provider stands for, prefer one
-        that can register memory of GPUs.
+        provider: "auto" (the same as "tcp" now), "tcp" (the best RDM provider over tcp that libfabric has: tcp, net or
+        tcp;ofi_rxm), "local" (without libfabric, between processes of one user and network namespace: the receiver's
+        thread maps the sender's memory and copies), "shm" (libfabric's own for one host), or any provider name of
+        libfabric; the rxm of libfabric 1.11 to 1.17 can crash the process if an endpoint is closed within a message, so
+        prefer newer ones. node: local address to bind to, ignored by local and shm. spin: the thread never blocks; for
+        a core of its own. post_timeout_ms: a peer that accepts and completes nothing for this long while there is work
+        for it has failed; one write that is older than four times this fails its peer too. device_memory: of the names
+        that provider stands for, prefer one that can register memory of GPUs.
         """
     @property
     def provider(self) -> str:
         """Name of the provider in use, as libfabric gives it."""
     def capabilities(self) -> dict[str, int | bool | str]:
-        """What fi_getinfo said.
+        """What fi_getinfo said; of local, the same in its terms.
 
         provider, fabric, domain: str; cq_data_size, mr_mode, mr_key_size, max_msg_size, inject_size, tx_size, window
         (writes in flight to a peer at most): int; mr_local, mr_virt_addr, mr_prov_key, mr_allocated, wait_fd (the

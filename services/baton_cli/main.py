@@ -29,7 +29,7 @@ Config = Annotated[Path | None, typer.Option("--config", help="TOML file [defaul
 Set = Annotated[list[str] | None, typer.Option("--set", "-o", help="section.option=value; see `baton config --docs`")]
 Model = Annotated[str | None, typer.Option(help="smollm2, a GGUF file, or a Hugging Face directory")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16")]
-Transport = Annotated[str | None, typer.Option(help="auto, tcp, shm, verbs or efa")]
+Transport = Annotated[str | None, typer.Option(help="auto, tcp, local, shm, verbs or efa")]
 Http = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="OpenAI HTTP API")]
 Grpc = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="gRPC API")]
 Registry = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="registry of workers, at the gateway")]

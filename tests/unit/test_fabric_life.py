@@ -17,7 +17,7 @@ from baton_fabric._native import (
 from baton_fabric.errors import FabricError
 from fabric_harness import Pair, fabrics, pair, wait_until
 
-PROVIDERS = fabrics("tcp", "shm", "tcp;ofi_rxm")
+PROVIDERS = fabrics("tcp", "shm", "local", "tcp;ofi_rxm")
 MIB = 1 << 20
 
 
@@ -33,7 +33,7 @@ def both(provider: str) -> Iterator[Pair]:
         yield both
 
 
-@pytest.fixture(params=fabrics("tcp", "shm"))
+@pytest.fixture(params=fabrics("tcp", "shm", "local"))
 def large(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """128 MiB, so that bytes are in flight for a while; a peer that stops answering is noticed soon.
 

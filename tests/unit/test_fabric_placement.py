@@ -13,7 +13,7 @@ from baton_fabric.engine import Placement
 from baton_fabric.errors import FabricError
 from fabric_harness import Pair, pair
 
-PROVIDERS = ["tcp", "shm"]
+PROVIDERS = ["tcp", "shm", "local"]
 LAYERS, PAGES, PAGE = 4, 64, 4096
 
 

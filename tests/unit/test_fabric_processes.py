@@ -14,7 +14,7 @@ from baton_fabric._native import InboxFull, PeerFailed, TransferDone, TransferFa
 from fabric_harness import Pair, fabrics, make_side, pair, wait_until
 
 MIB = 1 << 20
-PROVIDERS = fabrics("tcp", "shm")
+PROVIDERS = fabrics("tcp", "shm", "local")
 Open = Callable[..., Any]
 
 

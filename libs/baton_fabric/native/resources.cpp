@@ -49,8 +49,9 @@ UniqueFd UniqueFd::event() {
 
 int UniqueFd::release() { return std::exchange(fd_, -1); }
 
-Mapping::Mapping(int fd, size_t length) : length_(length) {
-    address_ = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+Mapping::Mapping(int fd, size_t length, Access access) : length_(length) {
+    const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+    address_ = mmap(nullptr, length, protection, MAP_SHARED, fd, 0);
     if (address_ == MAP_FAILED) {
         address_ = nullptr;
         throw system_call_failed("mmap");

@@ -33,12 +33,14 @@ class UniqueFd {
     int fd_ = -1;
 };
 
-// A shared, writable mapping of a file's first bytes.
+// A shared mapping of a file's first bytes.
 class Mapping {
   public:
+    enum class Access { kReadWrite, kRead };
+
     Mapping() = default;
     // Throws Error.
-    Mapping(int fd, size_t length);
+    Mapping(int fd, size_t length, Access access = Access::kReadWrite);
     Mapping(Mapping &&other) noexcept;
     Mapping &operator=(Mapping &&other) noexcept;
     ~Mapping();
