@@ -168,9 +168,46 @@ async def check_answers(running: Up, checkpoint: Path, *, exact: bool) -> None:
             await client.completions.create(model=NAME, prompt=[5] * (CONTEXT - 3), max_tokens=4)
 
 
+async def check_stop(running: Up, checkpoint: Path) -> None:
+    """An answer that ends at a stop string tells its usage and where its time went, as any other."""
+    prompt = [5, *range(40, 90)]
+    text = load_tokenizer(checkpoint).decode(greedy(checkpoint, prompt))
+    stop = text[len(text) // 2 :]
+    async with running.client as client:
+        answer = await client.completions.create(
+            model=NAME,
+            prompt=prompt,
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            stop=stop,
+            extra_body={"timeline": True, "ignore_eos": True},
+        )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+    timeline = (answer.model_extra or {})["baton_timeline"]
+    assert timeline["prefill_worker"] == "prefill-0" and timeline["transfer"]["pages"] == 4
+    assert timeline["time_to_first_token_us"] > 0 and timeline["inter_token_us"] > 0
+
+
+def check_command(running: Up) -> None:
+    """`baton generate`, with the table of where the time went."""
+    options = ("--grpc", running.grpc, "--max-tokens", "4", "--temperature", "0", "--timeline")
+    result = subprocess.run(
+        [sys.executable, "-m", "baton_cli.main", "generate", *options, "hello there"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "inter-token latency" in result.stdout
+
+
 async def test_one_of_each(checkpoint: Path, tmp_path: Path) -> None:
     async with up(checkpoint, tmp_path) as running:
         await check_answers(running, checkpoint, exact=True)
+        await check_stop(running, checkpoint)
+        await asyncio.to_thread(check_command, running)
         assert {service["name"] for service in running.services()} == {
             "gateway",
             "prefill-0",
