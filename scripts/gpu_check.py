@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from baton_fabric._native import Engine, InboxFull, libfabric_version
+from baton_fabric._native import Engine, InboxFull, TransferDone, libfabric_version
 from baton_fabric.errors import FabricError
 from baton_memory import Handoff, LayerCounter, SharedMemory, hand_over
 from baton_memory.cuda import Device, DeviceCounter, DeviceMemory, Driver, NoGpu, open_driver
@@ -101,7 +102,25 @@ def stream_of(device: Device) -> Iterator[Any]:
             driver.call("cuStreamDestroy", stream)
 
 
-# --- the other process ------------------------------------------------------------------------------------------------
+def child_of(cleanup: ExitStack, program: str, *arguments: str) -> Callable[[], str]:
+    """Starts the other process -> its next line of output."""
+    pipe = subprocess.PIPE
+    child = subprocess.Popen([sys.executable, program, *arguments], stdin=pipe, stdout=pipe, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+
+    def end() -> None:
+        try:
+            child.communicate("", WAIT_S)
+        finally:
+            child.kill()
+            child.wait()
+
+    cleanup.callback(end)
+    return child.stdout.readline
+
+
+# --- memory between two processes -------------------------------------------------------------------------------------
 
 
 async def importer(path: str, api: Any) -> None:
@@ -136,19 +155,14 @@ def check_two_processes(device: Device, program: str) -> str:
         write(memory, pattern(1, LENGTH))
         expect(np.array_equal(read(memory), pattern(1, LENGTH)), "bytes written are not the bytes read")
         path = f"{cleanup.enter_context(tempfile.TemporaryDirectory())}/handoff"
-        child = subprocess.Popen([sys.executable, program, "--importer", path], stdout=subprocess.PIPE, text=True)
-        cleanup.callback(child.wait)
-        cleanup.callback(child.kill)
-        assert child.stdout is not None
-        cleanup.callback(child.stdout.close)
-        expect(child.stdout.readline() == "listening\n", "the importing process did not start")
+        line = child_of(cleanup, program, "--importer", path)
+        expect(line() == "listening\n", "the importing process did not start")
         counter = cleanup.enter_context(closing(LayerCounter.create()))
         start = time.monotonic()
         offer = Handoff(1, 0, 1, LAYOUT, [memory.region("kv")])
         hand_over(path, offer, [memory.fd], counter.memory_fd, counter.doorbell_fd, timeout=60).close()
         took = time.monotonic() - start
         expect(np.array_equal(read(memory), pattern(2, LENGTH)), "bytes that the other process wrote are not seen here")
-        child.wait(WAIT_S)
     return (
         f"{LENGTH:,} bytes handed over, read and written by another process in {took:.2f} s, mapped as "
         f"{memory.mapped_length:,}"
@@ -254,6 +268,54 @@ def _registration(provider: str, memory: DeviceMemory) -> str:
     return f"registered ({engine.provider}, {'dma-buf offered' if dmabuf is not None else 'FI_HMEM_CUDA'})"
 
 
+PAGES, LAYERS = 64, 8
+PAGE = LENGTH // (PAGES * LAYERS)
+
+
+def receiver(ordinal: int, api: Any) -> None:
+    """Has its memory on the GPU written over shm by the process that reads its output."""
+    with ExitStack() as cleanup:
+        device = cleanup.enter_context(closing(Device(open_driver(api), ordinal)))
+        memory = cleanup.enter_context(DeviceMemory.create(device, LENGTH))
+        engine = cleanup.enter_context(closing(Engine("shm", device_memory=True)))
+        _, key, base = engine.register_device_region(memory.address, LENGTH, ordinal)
+        endpoint, address = engine.open_endpoint()
+        engine.open_inbox(endpoint, 1, 0, PAGES * LAYERS)
+        print(json.dumps([key, base, address.hex()]), flush=True)
+        wait_for(lambda: any(isinstance(event, InboxFull) for event in engine.events()), "every page arrives")
+        same = np.array_equal(read(memory)[: LAYERS * PAGES * PAGE], pattern(4, LENGTH)[: LAYERS * PAGES * PAGE])
+        print("same" if same else "other bytes", flush=True)
+        sys.stdin.readline()
+
+
+def check_transfer(device: Device, program: str) -> str:
+    with ExitStack() as cleanup:
+        memory = cleanup.enter_context(DeviceMemory.create(device, LENGTH))
+        write(memory, pattern(4, LENGTH))
+        counter = cleanup.enter_context(closing(LayerCounter.create()))
+        engine = cleanup.enter_context(closing(Engine("shm", device_memory=True)))
+        try:
+            region, _, _ = engine.register_device_region(memory.address, LENGTH, device.ordinal)
+        except FabricError as error:
+            return f"skipped: {error}"
+        line = child_of(cleanup, program, "--receiver", str(device.ordinal))
+        key, base, address = json.loads(line() or "[0, 0, null]")
+        expect(address is not None, "the receiving process did not start")
+        peer = engine.connect(bytes.fromhex(address))
+        attached = engine.attach_counter(counter.memory_fd, counter.doorbell_fd)
+        stride = PAGES * PAGE
+        streams = [(region, stride, PAGE, key, base, LENGTH, stride, PAGE, [(0, 0, PAGE)])]
+        pages = list(range(PAGES))
+        engine.open_transfer(1, peer, 1, 0, attached, LAYERS, streams, pages, pages)
+        engine.submit_chunks([(1, 0, 0, PAGES, True)])
+        start = time.monotonic()
+        counter.advance(LAYERS)
+        wait_for(lambda: any(isinstance(event, TransferDone) for event in engine.events()), "the transfer is done")
+        took = time.monotonic() - start
+        expect(line() == "same\n", "the bytes that arrived are not those that were sent")
+    return f"{LAYERS * PAGES * PAGE:,} bytes written into another process's memory in {took * 1000:.0f} ms"
+
+
 def check_torch(device: Device, program: str) -> str:
     try:
         import torch
@@ -277,6 +339,7 @@ CHECKS: tuple[tuple[str, Callable[[Device, str], str]], ...] = (
     ("layer counter, stored to by a captured graph", check_counter_in_graph),
     ("layer counter of a GPU starts a transfer", check_counter_starts_transfer),
     ("registration with the fabric", check_registration),
+    ("transfer over shm from GPU memory to GPU memory", check_transfer),
     ("torch over shared memory", check_torch),
 )
 
@@ -296,11 +359,15 @@ def main(arguments: list[str], program: str = str(Path(__file__).resolve()), api
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=int, default=0, help="the GPU's ordinal")
     parser.add_argument("--importer", help=argparse.SUPPRESS)
+    parser.add_argument("--receiver", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     # A call of a driver that hangs can't be interrupted otherwise.
     signal.alarm(LIMIT_S)
     if options.importer is not None:
         asyncio.run(importer(options.importer, api))
+        return 0
+    if options.receiver is not None:
+        receiver(options.receiver, api)
         return 0
     try:
         driver = open_driver(api)

@@ -44,13 +44,13 @@ def test_without_a_gpu_it_says_so():
 
 def test_every_check_passes_on_memory_of_the_host():
     status, output = run(str(TESTS / "fake_gpu.py"))
-    assert "6 of 6 checks passed" in output
+    assert "7 of 7 checks passed" in output
     assert "67,158,016 bytes handed over" in output
     assert status == 0
 
 
 def test_a_counter_that_the_gpu_does_not_move_is_found():
     status, output = run("-c", BROKEN)
-    assert "3 of 6 checks passed" in output
+    assert "4 of 7 checks passed" in output
     assert "not within" in output
     assert status == 1
