@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,6 +20,8 @@ class _Account:
     # As they stood when the worker reported last: its report contains them.
     reported_requests: int = 0
     reported_prompt_tokens: int = 0
+    # The worker's lease is over.
+    gone: bool = False
 
     @property
     def idle(self) -> bool:
@@ -37,14 +39,14 @@ class LoadBook:
     def reported(self, key: WorkerKey) -> None:
         """The worker's load report has just come in."""
         account = self._account(key)
+        account.gone = False
         account.reported_requests = account.requests
         account.reported_prompt_tokens = account.prompt_tokens
 
     def forget(self, key: WorkerKey) -> None:
-        """The worker is gone. Requests that it still serves keep their account."""
-        account = self._accounts.get(key)
-        if account is not None and account.idle:
-            del self._accounts[key]
+        """The worker is gone. Its account stays as long as requests are with it."""
+        self._account(key).gone = True
+        self._settle(key)
 
     @contextmanager
     def request(self, key: WorkerKey) -> Iterator[None]:
@@ -57,12 +59,13 @@ class LoadBook:
             yield
         finally:
             account.requests -= 1
+            self._settle(key)
 
     def prompt(self, key: WorkerKey, tokens: int) -> PromptOffer:
         """A prompt is offered to this prefill worker until the offer is closed."""
         self._turns += 1
         self._account(key).turn = self._turns
-        return PromptOffer(self._account(key), tokens)
+        return PromptOffer(self._account(key), tokens, lambda: self._settle(key))
 
     def candidates(self, workers: Sequence[registry_pb2.WorkerInfo]) -> list[Candidate]:
         return [self._candidate(worker) for worker in workers]
@@ -75,6 +78,11 @@ class LoadBook:
         # A report may predate the arrival of what was sent before it.
         return Candidate(worker, max(requests, account.requests), max(tokens, 0), account.turn)
 
+    def _settle(self, key: WorkerKey) -> None:
+        account = self._accounts.get(key)
+        if account is not None and account.gone and account.idle:
+            del self._accounts[key]
+
     def _account(self, key: WorkerKey) -> _Account:
         return self._accounts.setdefault(key, _Account())
 
@@ -82,12 +90,14 @@ class LoadBook:
 class PromptOffer:
     """Prompt tokens that a prefill worker is believed to have before it."""
 
-    def __init__(self, account: _Account, tokens: int) -> None:
+    def __init__(self, account: _Account, tokens: int, on_close: Callable[[], None]) -> None:
         self._account = account
         self._tokens = tokens
+        self._on_close = on_close
         account.prompt_tokens += tokens
 
     def close(self) -> None:
         """The prompt is computed, or given up. Idempotent."""
         self._account.prompt_tokens -= self._tokens
         self._tokens = 0
+        self._on_close()

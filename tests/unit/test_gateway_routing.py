@@ -213,13 +213,23 @@ def test_prompt_tokens_count_until_the_offer_is_closed_once() -> None:
     assert book.candidates([worker])[0].prompt_tokens == 0
 
 
-def test_an_account_in_use_outlives_the_worker() -> None:
+def test_an_account_in_use_outlives_the_worker_and_not_its_last_request() -> None:
+    book = LoadBook()
+    offer = book.prompt(("c0", 1), 70)
+    with book.request(("c0", 1)):
+        book.forget(("c0", 1))
+        offer.close()
+        assert book.candidates([_worker("c0", COLOCATED)])[0].requests == 1
+    assert book.candidates([_worker("c0", COLOCATED)])[0] == Candidate(_worker("c0", COLOCATED))
+    assert not book._accounts
+
+
+def test_a_worker_that_comes_back_while_it_serves_keeps_its_account() -> None:
     book = LoadBook()
     with book.request(("c0", 1)):
         book.forget(("c0", 1))
-        assert book.candidates([_worker("c0", COLOCATED)])[0].requests == 1
-    book.forget(("c0", 1))
-    assert book.candidates([_worker("c0", COLOCATED)])[0] == Candidate(_worker("c0", COLOCATED))
+        book.reported(("c0", 1))
+    assert len(book._accounts) == 1
 
 
 def test_a_request_for_the_rest_of_the_context_needs_room_for_all_of_it() -> None:
