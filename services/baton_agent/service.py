@@ -17,7 +17,7 @@ from baton_actors import Actor, ActorStopped
 from baton_fabric.engine import FabricEngine
 from baton_memory.cuda import NoGpu
 from baton_memory.sockets import check_socket_path, clear_stale_socket
-from baton_rpc import RpcServer, TcpAddress, TlsFiles, UnixAddress, parse_address
+from baton_rpc import RpcServer, TlsFiles, UnixAddress, advertised_address, parse_address
 from baton_telemetry.metrics import AgentMetrics
 
 from .devices import Devices
@@ -75,6 +75,11 @@ class TransferAgentService:
         self._addresses = addresses
         self._socket_path = _socket_path(addresses.socket)
         check_socket_path(addresses.handoff)
+        if isinstance(parse_address(addresses.control), UnixAddress):
+            raise InvalidArgument(
+                f"other agents are served on a TCP address only, not at {addresses.control!r}: write host:port",
+                field="agent.control",
+            )
         self.descriptor = common_pb2.AgentDescriptor(
             version=AGENT_VERSION, incarnation=self.incarnation, transport=transport, node=node
         )
@@ -119,12 +124,12 @@ class TransferAgentService:
         self._observe()
 
     async def start(self) -> None:
-        """Raises SocketInUse, SocketPathInvalid, BindError."""
+        """Raises SocketInUse, SocketPathInvalid, BindError, AddressError."""
         clear_stale_socket(self._socket_path)
         for actor in self._actors:
             await actor.start()
         await self._control.start()
-        self.descriptor.control_address = self._advertised(self._control.addresses[0])
+        self.descriptor.control_address = advertised_address(self._control.addresses[0], self._addresses.advertise_host)
         await self.sessions.server.start()
         self._serving = True
         await self._local.start()
@@ -215,18 +220,6 @@ class TransferAgentService:
             self.receiver.tell(Tick())
             self.sender.tell(Tick())
             await self.peers.close_idle()
-
-    def _advertised(self, bound: str) -> str:
-        host = self._addresses.advertise_host
-        address = parse_address(bound)
-        assert isinstance(address, TcpAddress)
-        if host is not None:
-            return str(TcpAddress(host, address.port))
-        if address.host in ("0.0.0.0", "::"):
-            raise InvalidArgument(
-                f"other agents can't reach this one at {bound}: set agent.advertise_host", field="agent.advertise_host"
-            )
-        return bound
 
     def _observe(self) -> None:
         metrics, receiver = self.metrics, self.receiver

@@ -14,7 +14,7 @@ from baton_agent.service import Addresses, TransferAgentService
 from baton_agent.servicers import TransferAgentServicer
 from baton_fabric.errors import FabricError
 from baton_memory import HandoffError, SocketPathInvalid
-from baton_rpc import InsecureAddressError, RemoteError
+from baton_rpc import AddressError, InsecureAddressError, RemoteError
 
 
 class Agent:
@@ -233,13 +233,14 @@ async def test_unusable_addresses(tmp_path, options):
         (replace(good, socket="unix:/tmp/" + "x" * 95), SocketPathInvalid),
         (replace(good, handoff="/tmp/" + "x" * 95), SocketPathInvalid),
         (replace(good, control="0.0.0.0:0"), InsecureAddressError),
+        (replace(good, control="unix:/tmp/c"), InvalidArgument),
     ]:
         with pytest.raises(kind):
             TransferAgentService(engine, "fake", "node", addresses, options)
     wild = TransferAgentService(
         engine, "fake", "node", replace(good, control="0.0.0.0:0"), options, allow_insecure=True
     )
-    with pytest.raises(InvalidArgument, match="advertise_host"):
+    with pytest.raises(AddressError, match="advertise_host"):
         await wild.start()
     await wild.stop()
     named = TransferAgentService(
