@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ FIRST_DELAY_S = 0.05
 LONGEST_DELAY_S = 1.0
 
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 InboxEvent = agent_pb2.InboxFull | agent_pb2.InboxFailed
 TransferEvent = agent_pb2.TransferDone | agent_pb2.TransferFailed
@@ -124,8 +126,8 @@ class AgentSession:
         """Returns when no write of the transfer can follow, with how that was made sure: full, quiesced or fenced."""
         slot, generation = inbox.key
         request = agent_pb2.CloseInboxRequest(session=self.session, slot=slot, generation=generation)
-        response = await self._call(self._stub.CloseInbox, request, CLOSE_TIMEOUT_S)
-        self._inboxes.pop(inbox.key, None)
+        with _dropping(self._inboxes, inbox.key):
+            response = await self._call(self._stub.CloseInbox, request, CLOSE_TIMEOUT_S)
         return agent_pb2.InboxOutcome.Name(response.outcome).removeprefix("INBOX_OUTCOME_").lower()
 
     # --- sending side ---------------------------------------------------------------------------------------------
@@ -164,8 +166,8 @@ class AgentSession:
     async def cancel_transfer(self, transfer: Transfer) -> None:
         """Returns when none of the transfer's writes reads this worker's memory any more."""
         request = agent_pb2.CancelTransferRequest(session=self.session, transfer=transfer.transfer)
-        await self._call(self._stub.CancelTransfer, request, CLOSE_TIMEOUT_S)
-        self.forget(transfer)
+        with _dropping(self._transfers, transfer.transfer):
+            await self._call(self._stub.CancelTransfer, request, CLOSE_TIMEOUT_S)
 
     def forget(self, transfer: Transfer) -> None:
         """The transfer has ended and its owner knows."""
@@ -307,3 +309,15 @@ class AgentSession:
                 ended.set_result(
                     agent_pb2.TransferFailed(transfer=transfer, reason=f"agent lost: {why}", quiesced=True)
                 )
+
+
+@contextmanager
+def _dropping(table: dict[_K, asyncio.Future[_T]], key: _K) -> Iterator[None]:
+    """Forgets an inbox or a transfer once the agent has ended it, or says that it knows of none."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.status == "NOT_FOUND":
+            table.pop(key, None)
+        raise
+    table.pop(key, None)

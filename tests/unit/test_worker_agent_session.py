@@ -204,6 +204,17 @@ async def test_undoing_is_tried_until_the_agent_answers(agent, session):
     await until(lambda: agent.closed, "the inbox closed")
 
 
+async def test_what_the_agent_does_not_know_is_forgotten_and_what_it_only_refuses_is_not(agent, session):
+    inbox = await session.open_inbox(PEER, 10)
+    transfer = await session.open_transfer(INBOX, [0], [1])
+    for status, kept in (("INTERNAL", 1), ("NOT_FOUND", 0)):
+        agent.before["CloseInbox"] = agent.before["CancelTransfer"] = refuse(status)
+        for ending in (session.close_inbox(inbox), session.cancel_transfer(transfer)):
+            with pytest.raises(RemoteError):
+                await ending
+        assert (len(session._inboxes), len(session._transfers)) == (kept, kept)
+
+
 async def test_refusals_and_absence_are_told_apart(agent, session, monkeypatch, caplog):
     agent.before["OpenInbox"] = refuse("RESOURCE_EXHAUSTED", "SLOTS_EXHAUSTED")
     with pytest.raises(RemoteError) as caught:
