@@ -46,6 +46,20 @@ def parse_options(value: object) -> object:
     return value
 
 
+def parse_domains(value: object) -> object:
+    """ "0=mlx5_0+mlx5_1, *=mlx5_2" in single entries; each is device=domain+domain, or a domain for all devices."""
+    if isinstance(value, str):
+        value = [piece.strip() for piece in value.strip("[] ").split(",") if piece.strip()]
+    if not isinstance(value, list | tuple):
+        return value
+    for entry in value:
+        device, equals, domains = str(entry).partition("=")
+        if (equals and not device.strip()) or not all((domains if equals else device).split("+")):
+            raise ValueError(f"{entry!r} is not of the form device=domain+domain, such as 0=mlx5_0+mlx5_1")
+    return value
+
+
+Domains = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_domains)]
 ProviderOptions = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_options)]
 Cpus = Annotated[tuple[Annotated[int, Field(ge=0)], ...], NoDecode, BeforeValidator(parse_cpus)]
 
@@ -203,6 +217,11 @@ class AgentSettings(Section):
         default=(),
         description="Variables for libfabric and its providers (man fi_verbs, fi_efa), such as FI_VERBS_TX_SIZE=512",
     )
+    domains: Domains = Field(
+        default=(),
+        description="RDMA devices or local addresses by GPU, instead of the nearest, such as 0=mlx5_0+mlx5_1: a GPU is "
+        "named by index or PCI address, host is the host's memory, * or no name means all others; see `baton topology`",
+    )
     spin: bool = Field(
         default=False, description="The progress thread polls instead of waiting: needs a CPU of its own"
     )
@@ -233,6 +252,16 @@ class AgentSettings(Section):
         default=8.0, description="How long the writes in flight may take at the end of the process"
     )
     cpus: Cpus = Field(default=(), description="CPUs the process is bound to, such as 0,2-3; empty: any")
+
+    @property
+    def domains_by_device(self) -> dict[str, tuple[str, ...]]:
+        """`domains` by device; "*" are those for all that are not named."""
+        found: dict[str, tuple[str, ...]] = {}
+        for entry in self.domains:
+            device, equals, names = entry.rpartition("=")
+            key = device.strip() if equals else "*"
+            found[key] = (*found.get(key, ()), *(name.strip() for name in names.split("+")))
+        return found
 
 
 class TlsSettings(Section):

@@ -70,8 +70,7 @@ def assign(
     chosen = _overrides(topology, override or {})
     active = _usable(topology.nics)
     names = [*(gpu.name for gpu in topology.gpus), HOST]
-    # Among all, not only those without an override: who is configured by hand still has its neighbours.
-    nearest = _nearest(topology, active)
+    nearest = _nearest(topology, active, chosen)
     groups: list[DomainGroup] = []
     for name in names:
         if name in chosen:
@@ -90,7 +89,8 @@ def _usable(nics: Sequence[Nic]) -> list[Nic]:
     return [nic for nic in active if nic.gbps >= fastest * SLOWEST]
 
 
-def _nearest(topology: Topology, active: Sequence[Nic]) -> dict[str, list[Nic]]:
+def _nearest(topology: Topology, active: Sequence[Nic], chosen: Mapping[str, Sequence[Domain]]) -> dict[str, list[Nic]]:
+    """By device, as if none had an override: what was chosen by hand counts only in who uses what already."""
     gpus = topology.gpus
     if not active or not gpus:
         return {HOST: list(active)}
@@ -108,10 +108,10 @@ def _nearest(topology: Topology, active: Sequence[Nic]) -> dict[str, list[Nic]]:
     for claimants, nics in claims.items():
         for position, name in enumerate(claimants):
             given[name] += _share(nics, position, len(claimants))
-    uses = Counter(nic.name for nics in given.values() for nic in nics)
+    uses = Counter(user.name for gpu in gpus for user in chosen.get(gpu.name, given[gpu.name]))
     average = max(1, len(active) // len(gpus))
     for gpu in gpus:
-        if not given[gpu.name]:
+        if not given[gpu.name] and gpu.name not in chosen:
             candidates = sorted(near[gpu.name], key=lambda nic: (uses[nic.name], gpu.place.hops(nic.place)))
             given[gpu.name] = candidates[:average]
             uses.update(nic.name for nic in given[gpu.name])

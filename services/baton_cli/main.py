@@ -41,6 +41,8 @@ Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy [d
 TopP = Annotated[float | None, typer.Option(help="nucleus mass [default: 1]")]
 Seed = Annotated[int | None, typer.Option(help="same seed, same answer")]
 
+SYSFS = Path("/sys")
+
 console = Console()
 errors = Console(stderr=True)
 
@@ -202,6 +204,18 @@ def transfer_agent(
     """A transfer agent alone: one a node."""
     flags = {"agent": {"socket": agent, "control": control, "transport": transport, "node": node}}
     run_service("transfer-agent", _settings(config, assignments, flags), parent)
+
+
+@app.command()
+def topology(
+    sysfs: Annotated[Path, typer.Option(help="another tree than this node's, such as one recorded elsewhere")] = SYSFS,
+    config: Config = None,
+    assignments: Set = None,
+) -> None:
+    """Prints this node's GPUs and NICs, and which of them go together."""
+    from baton_cli import topology as node
+
+    node.show(console, sysfs, _settings(config, assignments, {}).agent)
 
 
 @app.command("config")

@@ -55,6 +55,20 @@ def test_texts_for_sizes_and_cpus(monkeypatch):
         load_settings({"decode": {"cpus": "first"}})
 
 
+def test_domains_by_device(monkeypatch):
+    monkeypatch.setenv("BATON_AGENT__DOMAINS", "0000:1b:00.0=mlx5_0+mlx5_1, host=10.0.0.1, mlx5_2")
+    assert load_settings().agent.domains_by_device == {
+        "0000:1b:00.0": ("mlx5_0", "mlx5_1"),
+        "host": ("10.0.0.1",),
+        "*": ("mlx5_2",),
+    }
+    settings = load_settings({"agent": {"domains": ["127.0.0.1", "127.0.0.2"]}})
+    assert settings.agent.domains_by_device == {"*": ("127.0.0.1", "127.0.0.2")}
+    for wrong in ("0=", "=mlx5_0", "0=mlx5_0+"):
+        with pytest.raises(ConfigError, match="not of the form"):
+            load_settings({"agent": {"domains": wrong}})
+
+
 def test_options_of_a_fabric_provider(monkeypatch):
     monkeypatch.setenv("BATON_AGENT__PROVIDER_OPTIONS", "FI_VERBS_TX_SIZE=512, FI_EFA_IFACE=rdmap0s6")
     assert load_settings().agent.provider_options == ("FI_VERBS_TX_SIZE=512", "FI_EFA_IFACE=rdmap0s6")

@@ -200,6 +200,12 @@ def test_gpus_whose_nics_are_down_do_not_all_use_the_same_one(tmp_path: Path) ->
     assert chosen[:2] == [["mlx5_2"], ["mlx5_3"]]
 
 
+def test_what_was_chosen_by_hand_counts_as_used(tmp_path: Path) -> None:
+    dual_socket(tmp_path, down=["mlx5_0"])
+    chosen = by_index(read_topology(tmp_path), override={"3": ["mlx5_1", "mlx5_2"]})
+    assert chosen[:4] == [["mlx5_3"], ["mlx5_1"], ["mlx5_2"], ["mlx5_1", "mlx5_2"]]
+
+
 def test_a_whole_socket_without_nics_goes_to_the_other(tmp_path: Path) -> None:
     dual_socket(tmp_path, down=[f"mlx5_{index}" for index in range(4, 8)])
     found = read_topology(tmp_path)

@@ -1,0 +1,101 @@
+"""`baton topology`: what was found of this node, and which domains and CPUs each GPU gets."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton_config.sections import AgentSettings
+from baton_fabric.assignment import DomainGroup, assign
+from baton_fabric.topology import Nic, Topology, read_topology
+
+THIS_NODE = Path("/sys")
+
+
+def show(console: Console, sysfs: Path, agent: AgentSettings) -> None:
+    """Raises FabricError for domains in the configuration that the node does not have."""
+    # Of another node nobody knows which CPUs a process may use there.
+    allowed = os.sched_getaffinity(0) if sysfs == THIS_NODE else None
+    found = read_topology(sysfs, allowed)
+    for table in (_devices(found), _interfaces(found), _groups(assign(found, agent.domains_by_device, [agent.node]))):
+        if table.row_count:
+            console.print(table)
+            console.print()
+    console.print(f"CPUs: {_cpus(found.allowed)} of {_cpus(found.cpus)} may be used; {_numa(found)}")
+
+
+def _devices(found: Topology) -> Table:
+    table = _table("GPUs and RDMA devices", "device", "PCI", "NUMA", "kind", "link", "interfaces")
+    for gpu in found.gpus:
+        table.add_row(f"GPU {gpu.index}", gpu.place.address, _node(gpu.place.numa), gpu.vendor, "", "")
+    for nic in found.nics:
+        table.add_row(
+            nic.name, nic.place.address, _node(nic.place.numa), nic.vendor, _link(nic), ", ".join(nic.interfaces)
+        )
+    return table
+
+
+def _interfaces(found: Topology) -> Table:
+    table = _table("Network interfaces", "interface", "PCI", "NUMA", "link")
+    for interface in found.interfaces:
+        link = f"{interface.gbps:g} Gb/s" if interface.gbps else "up"
+        table.add_row(
+            interface.name, interface.place.address, _node(interface.place.numa), link if interface.up else "down"
+        )
+    return table
+
+
+def _groups(groups: list[DomainGroup]) -> Table:
+    table = _table("Domains", "memory on", "domains", "why", "distance", "Gb/s", "progress thread near")
+    for group in groups:
+        cpu = "" if group.progress_cpu is None else f", best {group.progress_cpu}"
+        table.add_row(
+            group.device,
+            ", ".join(domain.name for domain in group.domains),
+            group.choice.value,
+            "" if group.distance is None else group.distance.name.lower(),
+            f"{group.gbps:g}" if group.gbps else "",
+            f"{_cpus(group.cpus)}{cpu}",
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _link(nic: Nic) -> str:
+    ports = (
+        f"{port.gbps:g} Gb/s {port.link_layer}" if port.active else f"port {port.number} {port.state}"
+        for port in nic.ports
+    )
+    return ", ".join(ports)
+
+
+def _node(numa: int | None) -> str:
+    return "" if numa is None else str(numa)
+
+
+def _numa(found: Topology) -> str:
+    nodes = (
+        f"NUMA node {node.number}"
+        + ("" if node.socket is None else f" (socket {node.socket})")
+        + f": {_cpus(node.cpus)}"
+        for node in found.numa_nodes
+    )
+    return "; ".join(nodes) or "no NUMA nodes"
+
+
+def _cpus(cpus: tuple[int, ...]) -> str:
+    """As the kernel writes a cpulist: 0-3,8."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"

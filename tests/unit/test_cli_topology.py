@@ -1,0 +1,53 @@
+"""`baton topology` on made trees, and on this machine."""
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from baton_cli.main import app
+from baton_fabric.errors import FabricError
+from sysfs_trees import dual_socket, plain_machine
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["topology", *arguments], env={"COLUMNS": "200"})
+
+
+def rows(output: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("\u2502")] for line in output.splitlines() if "\u2502" in line]
+
+
+def test_a_server_with_eight_gpus(tmp_path: Path) -> None:
+    dual_socket(tmp_path, down=["mlx5_2"])
+    result = run("--sysfs", str(tmp_path), "--set", "agent.domains=0=mlx5_4+mlx5_5")
+    assert result.exit_code == 0, result.output
+    found = rows(result.output)
+    assert ["GPU 7", "0000:83:00.0", "1", "NVIDIA", "", ""] in found
+    assert ["mlx5_0", "0000:14:00.0", "0", "Mellanox", "400 Gb/s InfiniBand", "ibp20s0"] in found
+    assert ["mlx5_2", "0000:34:00.0", "0", "Mellanox", "port 1 DOWN", "ibp52s0"] in found
+    assert ["eno2", "0000:00:1f.0", "0", "down"] in found
+    assert [row[:5] for row in found if row[0] in ("0000:13:00.0", "0000:33:00.0", "0000:43:00.0")] == [
+        ["0000:13:00.0", "mlx5_4, mlx5_5", "configured", "system", "800"],
+        ["0000:33:00.0", "mlx5_0", "nearest", "numa", "400"],
+        ["0000:43:00.0", "mlx5_3", "nearest", "switch", "400"],
+    ]
+    assert "CPUs: 0-127 of 0-127 may be used; NUMA node 0 (socket 0): 0-31,64-95; NUMA node 1" in result.output
+
+
+def test_a_machine_without_any(tmp_path: Path) -> None:
+    plain_machine(tmp_path)
+    result = run("--sysfs", str(tmp_path), "--set", "agent.node=10.0.0.2")
+    assert result.exit_code == 0, result.output
+    assert ["host", "10.0.0.2", "no active RDMA device", "", "", "0-1, best 1"] in rows(result.output)
+    assert "GPUs" not in result.output
+
+
+def test_a_domain_that_is_not_there(tmp_path: Path) -> None:
+    plain_machine(tmp_path)
+    result = run("--sysfs", str(tmp_path), "--set", "agent.domains=mlx5_0")
+    assert isinstance(result.exception, FabricError)
+    assert "no RDMA device" in str(result.exception)
+
+
+def test_this_machine() -> None:
+    assert run().exit_code == 0
