@@ -230,3 +230,29 @@ async def test_two_of_each_in_bfloat16_over_shared_memory(checkpoint: Path, tmp_
         used = await asyncio.gather(*(running.worker_of([5 + index] * 100) for index in range(4)))
         assert {decode for decode, _ in used} == {"decode-0", "decode-1"}
         assert {prefill for _, prefill in used} == {"prefill-0", "prefill-1"}
+
+
+async def test_what_is_killed_is_started_again_and_serves(checkpoint: Path, tmp_path: Path) -> None:
+    prompt = [5, *range(40, 90)]
+
+    async def once(running: Up) -> str:
+        async with running.client as client:
+            answer = await client.completions.create(
+                model=NAME, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, extra_body={"ignore_eos": True}
+            )
+        return answer.choices[0].text
+
+    async with up(checkpoint, tmp_path) as running:
+        expected = await once(running)
+        for name in ("gateway", "prefill-0", "decode-0", "agent-prefill-0", "agent-decode-0"):
+            (victim,) = (service["pid"] for service in running.services() if service["name"] == name)
+            os.kill(victim, signal.SIGKILL)
+
+            async def serves_again(name: str = name, victim: int = victim) -> bool:
+                (pid,) = (service["pid"] for service in running.services() if service["name"] == name)
+                try:
+                    return pid != victim and await once(running) == expected
+                except (openai.APIStatusError, openai.APIConnectionError):
+                    return False
+
+            await eventually(serves_again, 60, f"an answer after {name} was killed")
