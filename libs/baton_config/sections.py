@@ -251,6 +251,10 @@ class AgentSettings(Section):
     shutdown_timeout_s: PositiveFloat = Field(
         default=8.0, description="How long the writes in flight may take at the end of the process"
     )
+    faults: str = Field(
+        default="",
+        description="For tests: faults at the fabric, as JSON that baton_fabric/faults.py describes; empty: none",
+    )
     cpus: Cpus = Field(default=(), description="CPUs the process is bound to, such as 0,2-3; empty: any")
 
     @property

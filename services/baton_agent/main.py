@@ -9,6 +9,7 @@ import os
 from baton_actors import keeping_stop_signals, serve_until_signalled
 from baton_config import Settings
 from baton_fabric.engine import FabricEngine
+from baton_fabric.faults import parse_faults
 from baton_rpc import tls_files
 from baton_telemetry.exposition import MetricsServer
 
@@ -25,6 +26,7 @@ __all__ = ["TransferAgentService", "run"]
 async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM. Raises what made it impossible to start or to go on."""
     agent = settings.agent
+    faults = parse_faults(agent.faults)
     devices = await asyncio.to_thread(Devices.find)
     # Read by libfabric once, when the engine asks it for a provider.
     for option in agent.provider_options:
@@ -39,6 +41,9 @@ async def run(settings: Settings) -> None:
             device_memory=devices.present,
         )
     try:
+        if faults.rules:
+            logger.warning("faults at the fabric, for tests: %d rules", len(faults.rules))
+            engine.set_faults(faults)
         if engine.provider.startswith("verbs"):
             device = str(engine.capabilities()["domain"])
             gid = choose(device, agent.node, agent.roce_version, agent.roce_traffic_class)

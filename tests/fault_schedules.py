@@ -1,0 +1,471 @@
+"""Random fault schedules over a real transport: four agents with real memory, transfers between any two of them,
+cancels and closings at any moment, and faults at every post, completion and arrival.
+
+A schedule is drawn from its seed. Whatever happened, afterwards:
+* each transfer ended once, on either side, and nothing waits any more;
+* every page is back in its pool, by the workers' rules for letting go;
+* what was delivered has the sender's bytes;
+* no page changed while nobody owned it;
+* with the faults gone, the agents still serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from baton.v1 import agent_pb2
+
+from agent_kit import HEADS, LAYERS, PAGE_SIZE, PAGES, Model, Worker, extents, until
+from baton_agent.options import AgentOptions
+from baton_agent.service import Addresses, TransferAgentService
+from baton_fabric.engine import FabricEngine
+from baton_fabric.faults import FaultPlan, FaultRule
+from baton_kv.pool import PagePool, PoolExhausted
+from baton_memory import SharedMemory
+from baton_rpc import RemoteError
+
+AGENTS = 4
+# Small pages leave as they are; large ones are still under way when something happens to them.
+HEAD_DIMS = (8, 1024)
+OPTIONS = AgentOptions(
+    stop_timeout=0.6,
+    drain_timeout=0.3,
+    heartbeat_interval=0.5,
+    heartbeat_timeout=2.0,
+    heartbeat_misses=5,
+    idle_timeout=2.0,
+)
+POST_TIMEOUT_MS = 200
+# The sender is done; how long the receiver waits for what may be lost.
+SETTLE = 0.15
+# Nothing waits for longer: far above every timeout of the agents.
+PATIENCE = 30.0
+
+
+class Broken(AssertionError):
+    """A schedule ended as none may."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One transfer of a schedule."""
+
+    source: int
+    destination: int
+    pages: int
+    chunks: tuple[int, ...]
+    plan_first: bool
+    # After how many chunks, and milliseconds, who gives up: sender, receiver, or nobody.
+    gives_up: str
+    after: int
+    pause_ms: float
+    start_ms: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    seed: int
+    transfers: tuple[Planned, ...]
+    faults: tuple[FaultPlan, ...]
+    release_ms: float
+
+
+def draw(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    transfers = tuple(_transfer(rng) for _ in range(rng.randint(2, 8)))
+    faults = tuple(
+        FaultPlan(tuple(_fault(rng) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))), rng.getrandbits(32))
+        for _ in range(AGENTS)
+    )
+    return Schedule(seed, transfers, faults, rng.uniform(0, 60))
+
+
+def _transfer(rng: random.Random) -> Planned:
+    source, destination = rng.sample(range(AGENTS), 2)
+    pages = rng.randint(1, 6)
+    cuts = sorted(rng.sample(range(1, pages), rng.randint(0, min(2, pages - 1))))
+    chunks = tuple(b - a for a, b in zip([0, *cuts], [*cuts, pages], strict=True))
+    gives_up = rng.choice(("nobody", "nobody", "nobody", "sender", "receiver"))
+    return Planned(
+        source,
+        destination,
+        pages,
+        chunks,
+        rng.random() < 0.5,
+        gives_up,
+        rng.randint(0, len(chunks)),
+        rng.choice((0.0, rng.uniform(0, 5))),
+        rng.choice((0.0, rng.uniform(0, 20))),
+    )
+
+
+def _fault(rng: random.Random) -> FaultRule:
+    nth = rng.randint(1, 20)
+    once = {"nth": nth, "times": rng.randint(1, 2)}
+    some: dict[str, Any] = rng.choice((once, {"probability": rng.uniform(0.02, 0.4)}))
+    late = {"ms": rng.choice((rng.uniform(0, 5), rng.uniform(0, 150)))}
+    at, action, how = rng.choice(
+        (
+            ("post", "refuse", some),
+            ("post", "refuse", {"nth": nth, "times": rng.randint(1, 40)}),
+            ("post", "fail", once),
+            ("post", "drop", once),
+            ("post", "error", once),
+            ("post", "delay", some | late),
+            ("post", "hold", once),
+            ("completion", "delay", some | late),
+            ("completion", "delay", {"ms": rng.uniform(0, 60)}),
+            ("completion", "hold", once),
+            ("completion", "drop", once),
+            ("completion", "error", once),
+            ("arrival", "delay", some | late),
+            ("arrival", "delay", {"ms": rng.uniform(0, 60)}),
+            ("arrival", "hold", once),
+            ("arrival", "drop", once),
+        )
+    )
+    return FaultRule(at, action, **how)
+
+
+class Cache(Model):
+    """A model's memory whose pages have owners, and that notices who writes into a page without one."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.memory.close()
+        page_bytes = 2 * HEADS * PAGE_SIZE * head_dim * 4
+        self.memory = SharedMemory.create("kv", LAYERS * PAGES * page_bytes)
+        self.pages = np.frombuffer(self.memory.buffer, dtype=np.uint8).reshape(LAYERS, PAGES, page_bytes)
+        self.head_dim = head_dim
+        self.pool = PagePool(PAGES)
+        self.random = np.random.default_rng(0)
+        # What an unowned page must hold.
+        self.seal = self.random.integers(0, 256, PAGES, dtype=np.uint8)
+        self.pages[:] = self.seal[:, None]
+        self.step = 0
+        self.stepping = asyncio.Lock()
+
+    def take(self, count: int, owner: str) -> list[int]:
+        """Raises PoolExhausted."""
+        pages = self.pool.allocate(count, owner)
+        self.check(pages)
+        return pages
+
+    def fill(self, pages: Sequence[int]) -> np.ndarray[Any, Any]:  # type: ignore[override]
+        """Random bytes into these pages -> a copy of them."""
+        shape = (LAYERS, len(pages), self.pages.shape[2])
+        self.pages[:, pages] = self.random.integers(0, 256, shape, dtype=np.uint8)
+        return self.pages[:, pages].copy()
+
+    def let_go(self, pages: Sequence[int], owner: str) -> None:
+        self.seal[pages] += 1
+        self.pages[:, pages] = self.seal[pages][:, None]
+        self.pool.release(owner)
+
+    def check(self, pages: Sequence[int]) -> None:
+        changed = (self.pages[:, pages] != self.seal[pages][:, None]).any(axis=(0, 2))
+        if changed.any():
+            raise Broken(f"pages {np.asarray(pages)[changed].tolist()} changed while nobody owned them")
+
+    def close(self) -> None:
+        del self.pages
+        super().close()
+
+
+@dataclass
+class Node:
+    """An agent with its engine, a worker, and the worker's cache."""
+
+    engine: FabricEngine
+    service: TransferAgentService
+    cache: Cache
+    worker: Worker
+    # Transfers and inboxes that this node opened, and whether it gave them up itself.
+    sent: dict[int, bool] = field(default_factory=dict)
+    received: dict[tuple[int, int], bool] = field(default_factory=dict)
+
+    @property
+    def at_rest(self) -> bool:
+        return self.service.sender.open_transfers == self.service.receiver.open_inboxes == 0
+
+
+@asynccontextmanager
+async def node(directory: Path, name: str, head_dim: int) -> AsyncIterator[Node]:
+    engine = await FabricEngine.start("tcp", post_timeout_ms=POST_TIMEOUT_MS)
+    addresses = Addresses(f"unix:{directory}/{name}.sock", f"{directory}/{name}.ho", "127.0.0.1:0")
+    service = TransferAgentService(engine, engine.provider, "127.0.0.1", addresses, OPTIONS)
+    cache = Cache(head_dim)
+    try:
+        await service.start()
+        worker = Worker(addresses.socket)
+        try:
+            await worker.describe()
+            await cache.attach(worker.handoff_path, worker.session, head_dim=head_dim)
+            worker.follow()
+            await worker.event("session_ready")
+            yield Node(engine, service, cache, worker)
+        finally:
+            await worker.close()
+    finally:
+        await service.stop()
+        await engine.close()
+        cache.close()
+
+
+@dataclass
+class Fleet:
+    nodes: list[Node]
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    async def run(self, schedule: Schedule) -> None:
+        """Raises Broken."""
+        for each, plan in zip(self.nodes, schedule.faults, strict=True):
+            each.engine.set_faults(plan)
+        try:
+            async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
+                for number, planned in enumerate(schedule.transfers):
+                    group.create_task(_Run(self, planned, number).run())
+                group.create_task(self._release(schedule.release_ms))
+        except TimeoutError:
+            raise Broken(f"still waiting after {PATIENCE:g} s: {self._levels()}") from None
+        except BaseExceptionGroup as failures:
+            raise Broken(f"{[repr(each) for each in failures.exceptions]}") from failures
+        finally:
+            for each in self.nodes:
+                # Lets go of what is held, which is late now.
+                each.engine.set_faults(FaultPlan())
+        await until(lambda: all(each.at_rest for each in self.nodes), "rest", PATIENCE)
+        self._account()
+        await self._serves(schedule.seed)
+
+    async def _release(self, after_ms: float) -> None:
+        await asyncio.sleep(after_ms / 1000)
+        for each in self.nodes:
+            each.engine.release_faults()
+
+    def _levels(self) -> list[tuple[int, int, int]]:
+        return [
+            (n.service.sender.open_transfers, n.service.receiver.open_inboxes, n.cache.pool.free) for n in self.nodes
+        ]
+
+    def _account(self) -> None:
+        for number, each in enumerate(self.nodes):
+            if each.cache.pool.free != PAGES:
+                raise Broken(f"agent {number}: {each.cache.pool.owners()} still own pages")
+            each.cache.check(range(PAGES))
+            self._one_end_each(number, each)
+
+    def _one_end_each(self, number: int, each: Node) -> None:
+        ends: Counter[Any] = Counter()
+        for event in each.worker.events:
+            kind = event.WhichOneof("event")
+            if kind in ("inbox_full", "inbox_failed"):
+                inbox = getattr(event, kind)
+                ends[inbox.slot, inbox.generation] += 1
+            elif kind in ("transfer_done", "transfer_failed"):
+                ends[getattr(event, kind).transfer] += 1
+        for key, gave_up in [*each.sent.items(), *each.received.items()]:
+            count = ends.pop(key, 0)
+            if count > 1 or (count == 0 and not gave_up):
+                raise Broken(f"agent {number}: {key} ended {count} times")
+        each.worker.events.clear()
+        each.sent.clear()
+        each.received.clear()
+
+    async def _serves(self, seed: int) -> None:
+        source, destination = random.Random(~seed).sample(range(AGENTS), 2)
+        planned = Planned(source, destination, 2, (2,), True, "nobody", 0, 0.0, 0.0)
+        async with asyncio.timeout(PATIENCE):
+            # On a machine that stands still for a while a timeout may have its way once more.
+            for _ in range(5):
+                run = _Run(self, planned, -1)
+                await run.run()
+                if run.delivered:
+                    break
+            else:
+                raise Broken(f"agent {source} does not reach agent {destination} any more: {run.ends}")
+        await until(lambda: all(each.at_rest for each in self.nodes), "rest", PATIENCE)
+        self._account()
+
+
+class _Run:
+    """One transfer, as two workers have it done."""
+
+    def __init__(self, fleet: Fleet, planned: Planned, number: int) -> None:
+        self._fleet = fleet
+        self._planned = planned
+        self._owner = f"transfer {number}"
+        self._source, self._destination = fleet.nodes[planned.source], fleet.nodes[planned.destination]
+        self._sent: asyncio.Event = asyncio.Event()
+        self._bytes: Any = None
+        self.delivered = False
+        self.ends: list[str] = []
+
+    async def run(self) -> None:
+        await asyncio.sleep(self._planned.start_ms / 1000)
+        try:
+            target = self._destination.cache.take(self._planned.pages, self._owner + " in")
+        except PoolExhausted:
+            return
+        try:
+            inbox = await self._destination.worker.open_inbox(self._source.worker.agent, extents(self._planned.pages))
+        except RemoteError as error:
+            self._end(f"inbox refused: {error.reason}")
+            self._destination.cache.let_go(target, self._owner + " in")
+            return
+        self._destination.received[inbox.slot, inbox.generation] = False
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._send(inbox, target))
+            group.create_task(self._receive(inbox, target))
+
+    def _end(self, how: str) -> None:
+        self.ends.append(how)
+        self._fleet.outcomes[how] += 1
+
+    # --- the sending worker -----------------------------------------------------------------------------------------
+
+    async def _send(self, inbox: agent_pb2.InboxDescriptor, target: list[int]) -> None:
+        cache, worker, owner = self._source.cache, self._source.worker, self._owner + " out"
+        try:
+            pages = cache.take(self._planned.pages, owner)
+        except PoolExhausted:
+            self._sent.set()
+            return
+        self._bytes = cache.fill(pages)
+        try:
+            transfer = await worker.open_transfer(inbox, pages, target)
+        except RemoteError as error:
+            self._end(f"transfer refused: {error.reason}")
+        else:
+            self._source.sent[transfer] = False
+            await self._steps(transfer)
+            if self._planned.gives_up == "sender":
+                self._source.sent[transfer] = True
+                await worker.cancel(transfer)
+                self._end("sender: gave up")
+            else:
+                self._end(f"sender: {await self._transfer_end(transfer)}")
+        cache.let_go(pages, owner)
+        self._sent.set()
+
+    async def _steps(self, transfer: int) -> None:
+        cache, worker, planned = self._source.cache, self._source.worker, self._planned
+        first = 0
+        for number, pages in enumerate(planned.chunks):
+            if planned.gives_up == "sender" and number == planned.after:
+                await asyncio.sleep(planned.pause_ms / 1000)
+                return
+            chunk = transfer, first, pages, first + pages == planned.pages
+            first += pages
+            async with cache.stepping:
+                step, cache.step = cache.step, cache.step + 1
+                if planned.plan_first:
+                    await worker.submit(step, chunk)
+                for layer in range(LAYERS):
+                    cache.counter.advance(step * LAYERS + layer + 1)
+                if not planned.plan_first:
+                    await worker.submit(step, chunk)
+        await asyncio.sleep(planned.pause_ms / 1000)
+
+    async def _transfer_end(self, transfer: int) -> str:
+        wanted = ("transfer_done", "transfer_failed")
+        event = await _first(self._source.worker, wanted, lambda event: event.transfer == transfer)
+        return "done" if isinstance(event, agent_pb2.TransferDone) else event.reason
+
+    # --- the receiving worker ---------------------------------------------------------------------------------------
+
+    async def _receive(self, inbox: agent_pb2.InboxDescriptor, target: list[int]) -> None:
+        cache, worker, planned = self._destination.cache, self._destination.worker, self._planned
+        key = inbox.slot, inbox.generation
+        ended = asyncio.create_task(
+            _first(worker, ("inbox_full", "inbox_failed"), lambda event: (event.slot, event.generation) == key)
+        )
+        try:
+            if planned.gives_up == "receiver":
+                await asyncio.wait({ended}, timeout=planned.pause_ms / 1000)
+            else:
+                sent = asyncio.create_task(self._sent.wait())
+                await asyncio.wait({ended, sent}, return_when=asyncio.FIRST_COMPLETED)
+                sent.cancel()
+                await asyncio.wait({ended}, timeout=SETTLE)
+            if ended.done() and isinstance(ended.result(), agent_pb2.InboxFull):
+                self._check(target)
+                self._end("receiver: full")
+            elif ended.done():
+                self._end(f"receiver: {ended.result().reason}")
+            else:
+                self._destination.received[key] = True
+                self._end("receiver: gave up")
+            if not ended.done() or not (self.delivered or ended.result().quiesced):
+                await self._close(inbox)
+        finally:
+            ended.cancel()
+        cache.let_go(target, self._owner + " in")
+        # Frees the slot, where that is still to do.
+        await self._close(inbox)
+
+    async def _close(self, inbox: agent_pb2.InboxDescriptor) -> None:
+        while True:
+            try:
+                outcome = await self._destination.worker.close_inbox(inbox)
+            except RemoteError as error:
+                if error.reason not in ("FENCE_FAILED", "DEADLINE_EXCEEDED"):
+                    raise
+            else:
+                self._fleet.outcomes[f"closed: {agent_pb2.InboxOutcome.Name(outcome)}"] += 1
+                return
+
+    def _check(self, target: list[int]) -> None:
+        if self._bytes is None or (self._destination.cache.pages[:, target] != self._bytes).any():
+            raise Broken(f"{self._owner}: what was delivered is not what was sent")
+        self.delivered = True
+
+
+async def _first(worker: Worker, kinds: Sequence[str], wanted: Any) -> Any:
+    """The first event of one of these kinds, whenever it comes."""
+
+    def find() -> Any:
+        for event in worker.events:
+            kind = event.WhichOneof("event")
+            if kind in kinds and wanted(getattr(event, kind)):
+                return getattr(event, kind)
+        return None
+
+    async with worker.changed:
+        return await worker.changed.wait_for(find)
+
+
+@asynccontextmanager
+async def fleet(head_dim: int) -> AsyncIterator[Fleet]:
+    # Not pytest's directory: the paths of unix sockets must be short.
+    with tempfile.TemporaryDirectory(prefix="bt-") as name:
+        directory = Path(name)
+        async with (
+            node(directory, "a", head_dim) as a,
+            node(directory, "b", head_dim) as b,
+            node(directory, "c", head_dim) as c,
+            node(directory, "d", head_dim) as d,
+        ):
+            yield Fleet([a, b, c, d])
+
+
+async def run_schedules(seeds: Iterable[int], head_dim: int) -> Counter[str]:
+    """One after the other on one fleet -> how the transfers ended. Raises Broken with the seed."""
+    async with fleet(head_dim) as made:
+        for seed in seeds:
+            schedule = draw(seed)
+            try:
+                await made.run(schedule)
+            except BaseException as error:
+                error.add_note(f"python tests/bench/fault_schedules.py --seed {seed} --schedules 1: {schedule}")
+                raise
+        return made.outcomes
