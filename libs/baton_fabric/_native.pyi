@@ -11,6 +11,9 @@ Extent, Stream, Chunk and Event exist for type checkers only; baton_fabric.engin
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 Extent: TypeAlias = tuple[int, int, int]
 """(source_offset, destination_offset, length) within a page."""
 
@@ -36,6 +39,9 @@ consist of several parts, number n is part n % parts of page n // parts and lies
 
 Chunk: TypeAlias = tuple[int, int, int, int, bool]
 """(transfer, counter_base, first_page, pages, last): see Engine.submit_chunks."""
+
+def crc32c(data: bytes, by_table: bool = False) -> int:
+    """CRC-32C (Castagnoli); by the CPU's instruction where it has one."""
 
 def libfabric_version() -> tuple[int, int]:
     """(major, minor) of the libfabric that is loaded."""
@@ -320,6 +326,14 @@ class Engine:
     def cancel_transfer(self, transfer: int) -> None:
         """No layer is begun any more. TransferCancelled follows once every posted write is complete and delivered,
         or another terminal event if that comes first. Ids that are not known any more are ignored."""
+    def checksum(self, region: int, runs: npt.NDArray[np.uint64], unit: int, salt: int) -> int:
+        """Of runs of a region: (offset, place, length) in each row, lengths in whole units of bytes.
+
+        The sum, modulo 2^64, over all units of a mixture of the unit's CRC-32C, its place and the salt: independent of
+        how units are put together in runs, and of the order of both. On the calling thread: 10 GB/s or so. The region
+        stays mapped meanwhile, also if it is deregistered or the engine closed. Raises OUT_OF_BOUNDS, UNKNOWN_REGION,
+        CHECKSUM_UNSUPPORTED.
+        """
     def set_faults(self, rules: Sequence[tuple[int, int, int, int, int, int, float, int]], seed: int = 0) -> None:
         """For tests: (at, action, peer, transfer, nth, times, probability, amount) of each rule; baton_fabric.faults
         makes them. What the rules before hold is let go."""

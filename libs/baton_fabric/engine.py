@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from ._native import (
     Engine,
     EngineFailed,
@@ -225,6 +228,11 @@ class FabricEngine:
 
     def cancel_transfer(self, transfer: int) -> None:
         self._native.cancel_transfer(transfer)
+
+    # Checksums
+    def checksum(self, region: int, runs: npt.NDArray[np.uint64], unit: int, salt: int) -> int:
+        """Takes long, and so belongs on another thread than the event loop's."""
+        return self._native.checksum(region, runs, unit, salt)
 
     # For tests
     def set_faults(self, plan: FaultPlan) -> None:

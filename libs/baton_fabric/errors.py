@@ -28,6 +28,7 @@ class FabricError(Exception):
     FAILED_PRECONDITION REGION_IN_USE        writes may still read the region, or an inbox be written through it
     FAILED_PRECONDITION COUNTER_IN_USE       a transfer still waits for the counter
     FAILED_PRECONDITION ENGINE_CLOSED        the engine was closed
+    FAILED_PRECONDITION CHECKSUM_UNSUPPORTED the region is memory of a GPU: no checksum of it can be made
     FAILED_PRECONDITION DEVICE_UNSUPPORTED   the provider can't register memory of a GPU
     UNAVAILABLE        PEER_FAILED           the peer failed earlier; connect again
     UNAVAILABLE        PROVIDER_UNAVAILABLE  no such provider here, or it lacks what is needed

@@ -94,7 +94,9 @@ class WorkerMetrics(_Catalogue):
     def __init__(self, service: str, registry: CollectorRegistry | None = None) -> None:
         super().__init__(service, registry)
         self.requests = self._counter("requests_total", "Requests that ended", "outcome")
-        self.running_requests = self._gauge("running_requests", "Requests of which something is computed or being computed")
+        self.running_requests = self._gauge(
+            "running_requests", "Requests of which something is computed or being computed"
+        )
         self.waiting_requests = self._gauge("waiting_requests", "Requests that wait for pages or for their first step")
         self.queued_prompt_tokens = self._gauge("queued_prompt_tokens", "Prompt tokens not yet computed")
         self.queue_seconds = self._histogram("queue_seconds", "Waiting for pages", LATENCY_BUCKETS)

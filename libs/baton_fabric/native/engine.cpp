@@ -1,5 +1,6 @@
 #include "engine.hpp"
 
+#include "checksum.hpp"
 #include "error.hpp"
 
 #include <pthread.h>
@@ -187,6 +188,24 @@ void Engine::submit_chunks(Chunks chunks) {
 
 void Engine::cancel_transfer(uint64_t transfer) {
     call([transfer](Progress &progress) { progress.sender().cancel(transfer); });
+}
+
+uint64_t Engine::checksum(uint64_t region, const uint64_t *runs, size_t count, uint64_t unit, uint64_t salt) {
+    const auto memory = call([region](Progress &progress) { return progress.regions().readable(region); });
+    const auto *bytes = static_cast<const char *>(memory->address());
+    uint64_t sum = 0;
+    for (const uint64_t *run = runs; run != runs + 3 * count; run += 3) {
+        const auto [offset, place, length] = std::tuple(run[0], run[1], run[2]);
+        if (unit == 0 || length % unit != 0 || length > memory->length() || offset > memory->length() - length) {
+            throw invalid("OUT_OF_BOUNDS",
+                          std::to_string(length) + " bytes from byte " + std::to_string(offset) +
+                              " are not whole units of " + std::to_string(unit) + " within a region of " +
+                              std::to_string(memory->length()) + " bytes",
+                          {{"region", std::to_string(region)}, {"length", std::to_string(length)}});
+        }
+        sum += placed_checksum(bytes + offset, place, length, unit, salt);
+    }
+    return sum;
 }
 
 void Engine::set_faults(std::vector<FaultRule> rules, uint64_t seed) {

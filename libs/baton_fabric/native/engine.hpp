@@ -57,6 +57,8 @@ class Engine {
     void open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan, std::vector<StreamRequest> streams);
     void submit_chunks(Chunks chunks);
     void cancel_transfer(uint64_t transfer);
+    // On the calling thread: the sum of placed_checksum over runs of (offset, place, length) of a region.
+    uint64_t checksum(uint64_t region, const uint64_t *runs, size_t count, uint64_t unit, uint64_t salt);
     void set_faults(std::vector<FaultRule> rules, uint64_t seed);
     void release_faults();
 

@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +11,7 @@
 
 #include <tuple>
 
+#include "checksum.hpp"
 #include "engine.hpp"
 #include "error.hpp"
 
@@ -97,6 +99,16 @@ void set_faults(Engine &engine, const std::vector<FaultTuple> &tuples, uint64_t 
                          times, probability, amount});
     }
     engine.set_faults(std::move(rules), seed);
+}
+
+// (offset, place, length) in each row
+using Runs = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+
+uint64_t checksum(Engine &engine, uint64_t region, const Runs &runs, uint64_t unit, uint64_t salt) {
+    const uint64_t *rows = runs.data();
+    const size_t count = runs.shape(0);
+    const nb::gil_scoped_release release;
+    return engine.checksum(region, rows, count, unit, salt);
 }
 
 nb::dict capabilities(const Engine &engine) {
@@ -198,6 +210,12 @@ void bind_events(nb::module_ &m) {
 NB_MODULE(_native, m) {
     nb::register_exception_translator(raise_in_python);
     m.def("libfabric_version", [] { return std::make_pair(FI_MAJOR(fi_version()), FI_MINOR(fi_version())); });
+    m.def(
+        "crc32c",
+        [](const nb::bytes &data, bool by_table) {
+            return by_table ? crc32c_by_table(data.data(), data.size()) : crc32c(data.data(), data.size());
+        },
+        nb::arg("data"), nb::arg("by_table") = false);
     bind_events(m);
 
     nb::class_<Engine>(m, "Engine")
@@ -264,6 +282,7 @@ NB_MODULE(_native, m) {
              nb::arg("destination_pages"), NoGil())
         .def("submit_chunks", &submit_chunks, nb::arg("chunks"), NoGil())
         .def("cancel_transfer", &Engine::cancel_transfer, nb::arg("transfer"), NoGil())
+        .def("checksum", &checksum, nb::arg("region"), nb::arg("runs"), nb::arg("unit"), nb::arg("salt"))
         .def("set_faults", &set_faults, nb::arg("rules"), nb::arg("seed") = 0, NoGil())
         .def("release_faults", &Engine::release_faults, NoGil());
 }

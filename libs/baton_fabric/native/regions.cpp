@@ -27,14 +27,14 @@ Region &RegionTable::add(int fd, uint64_t length) {
     auto region = std::make_unique<Region>();
     region->id = next_++;
     try {
-        region->mapping = Mapping(fd, length);
+        region->mapping = std::make_shared<Mapping>(fd, length);
     } catch (const Error &error) {
         throw invalid("BAD_REGION", std::string("a region cannot be mapped: ") + error.what(), error.fields());
     }
 
-    region->address = region->mapping.address();
+    region->address = region->mapping->address();
     region->size = length;
-    region->registration = domain_.register_memory(region->mapping, fd);
+    region->registration = domain_.register_memory(*region->mapping, fd);
     return keep(std::move(region));
 }
 
@@ -82,6 +82,15 @@ Region &RegionTable::at(uint64_t id) {
     return *region;
 }
 
+std::shared_ptr<const Mapping> RegionTable::readable(uint64_t id) {
+    const Region &region = at(id);
+    if (!region.mapping) {
+        throw Error("region " + std::to_string(id) + " is memory of a GPU, of which no checksum can be made",
+                    "FAILED_PRECONDITION", "CHECKSUM_UNSUPPORTED", {{"region", std::to_string(id)}});
+    }
+    return region.mapping;
+}
+
 void RegionTable::remove(uint64_t id, std::set<uint64_t> endpoints) {
     Region &region = at(id);
     if (region.transfers != 0 || region.inboxes != 0) {
@@ -94,8 +103,8 @@ void RegionTable::remove(uint64_t id, std::set<uint64_t> endpoints) {
     }
     region.registration.reset();
     if (!endpoints.empty()) {
-        if (region.mapping.address() != nullptr) {
-            region.mapping.replace_by_nothing();
+        if (region.mapping) {
+            region.mapping->replace_by_nothing();
         }
         retired_.push_back({id, std::move(region.mapping), std::move(endpoints)});
         metrics_.retired_regions.add();

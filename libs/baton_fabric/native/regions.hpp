@@ -15,7 +15,8 @@ namespace baton::fabric {
 // Memory that was handed over and is registered with the domain.
 struct Region {
     uint64_t id = 0;
-    Mapping mapping;  // none for a device's memory, which its owner has mapped
+    // None for a device's memory, which its owner has mapped.
+    std::shared_ptr<Mapping> mapping;
     void *address = nullptr;
     uint64_t size = 0;
     std::unique_ptr<Registration> registration;  // goes before the mapping does
@@ -36,6 +37,9 @@ class RegionTable {
     Region &at(uint64_t id);
     Region *find(uint64_t id);
     std::vector<uint64_t> ids() const;
+    // The region's memory for other threads to read; stays mapped while they hold it. Throws Error(CHECKSUM_UNSUPPORTED)
+    // for memory of a device.
+    std::shared_ptr<const Mapping> readable(uint64_t id);
 
     // `endpoints`: the receiving endpoints open now. Deregistering memory is no fence: over tcp, writes in flight went
     // on landing afterwards. They can come over these endpoints only, so until those are closed the addresses stay
@@ -48,7 +52,7 @@ class RegionTable {
   private:
     struct Retired {
         uint64_t id;
-        Mapping mapping;
+        std::shared_ptr<Mapping> mapping;
         std::set<uint64_t> endpoints;
     };
 
