@@ -172,8 +172,8 @@ class DecodeSettings(WorkerSettings):
     metrics: str = Field(default="127.0.0.1:9102", description="Address of /metrics and /healthz; empty: none")
     local_prefill: LocalPrefill = Field(
         default="never",
-        description="Whether a decode worker computes prompts itself: never, as a fallback when prefill workers fail, "
-        "or always (a colocated worker, which needs no agent)",
+        description="Whether a decode worker computes prompts itself: never, as a fallback when prefill workers fail "
+        "or have no room, or always (a colocated worker, which needs no agent)",
     )
     prefill_attempts: PositiveInt = Field(default=2, description="Prefill workers tried for one request")
     prefill_timeout_s: PositiveFloat = Field(default=120.0, description="How long one attempt may take")
