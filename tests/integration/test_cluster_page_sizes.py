@@ -1,0 +1,33 @@
+"""A prefill worker and a decode worker whose pages have different sizes give the colocated cluster's tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster import Cluster, make_prompt, running_cluster
+
+NEW_TOKENS = 6
+# Inside a page, one token into another, and over two chunks of 256. Everything between: test_agent_layouts.
+LENGTHS = [9, 33, 290]
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_the_same_tokens(colocated: Cluster) -> None:
+    prefill, decode = 32, 8
+    settings = {
+        "BATON_PREFILL__PAGE_SIZE": str(prefill),
+        "BATON_DECODE__PAGE_SIZE": str(decode),
+        "BATON_PREFILL__CHUNK_TOKENS": "256",
+        "BATON_PREFILL__THREADS": "1",
+        "BATON_DECODE__THREADS": "1",
+    }
+    async with running_cluster(settings=settings) as cluster:
+        for tokens in LENGTHS:
+            prompt = make_prompt(tokens)
+            ours = await cluster.generate(prompt, max_tokens=NEW_TOKENS)
+            theirs = await colocated.generate(prompt, max_tokens=NEW_TOKENS)
+            assert ours.token_ids == theirs.token_ids, tokens
+            assert ours.timeline is not None
+            assert not ours.timeline.local_prefill
+            assert ours.timeline.transfer.pages == -(-(tokens - 1) // min(prefill, decode))
