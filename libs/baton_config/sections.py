@@ -125,8 +125,8 @@ class GatewaySettings(Section):
     request_timeout_s: PositiveFloat = Field(default=600.0, description="Longest time that one request may take")
     default_max_tokens: PositiveInt = Field(
         default=1024,
-        description="Tokens of a chat answer at most where the client names no limit; a request's pages are reserved "
-        "up to its limit",
+        description="Tokens of an answer at most where the client names no limit (in a chat, or over gRPC); a "
+        "request's pages are reserved up to its limit",
     )
     max_requests: PositiveInt = Field(default=1024, description="Requests in flight beyond which new ones are refused")
     prefill_candidates: PositiveInt = Field(

@@ -10,7 +10,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 
 import grpc
-from baton.v1 import decode_pb2, decode_pb2_grpc
+from baton.v1 import decode_pb2, decode_pb2_grpc, registry_pb2
 
 from baton_gateway.cluster import Cluster
 from baton_gateway.errors import BrokenStream, NoWorker
@@ -94,9 +94,8 @@ class Dispatcher:
             sampling=sampling,
             prefill_workers=route.prefill,
         )
-        request.sampling.max_tokens = fit_to_context(
-            len(prompt), sampling.max_tokens, context, self._default_max_tokens
-        )
+        default = min(self._default_max_tokens, max(1, _room(route.decode) - len(prompt)))
+        request.sampling.max_tokens = fit_to_context(len(prompt), sampling.max_tokens, context, default)
         key = route.decode.worker_id, route.decode.incarnation
         with ExitStack() as stack:
             stack.enter_context(self._cluster.loads.request(key))
@@ -153,6 +152,12 @@ class Dispatcher:
         except NoWorker:
             return False
         return True
+
+
+def _room(worker: registry_pb2.WorkerInfo) -> int:
+    """Most tokens of prompt and answer that the worker's page pool can hold; the last one drawn is never written."""
+    pages = worker.load.total_pages
+    return pages * worker.layout.page_size + 1 if pages else worker.model.max_model_len
 
 
 async def _wait_for(event: asyncio.Event, timeout: float | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
-from baton.v1 import common_pb2, inference_pb2
+from baton.v1 import common_pb2, inference_pb2, registry_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -117,6 +117,17 @@ async def test_without_max_tokens_the_gateways_default_holds_as_far_as_the_conte
     async with gateway(default_max_tokens=40) as stack:
         worker = says()
         await stack.add(worker)
+        request = inference_pb2.GenerateRequest(token_ids={"ids": [4] * prompt_tokens})  # type: ignore[arg-type]
+        assert [response async for response in stack.inference.Generate(request)]
+        assert worker.requests[0].sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize(("prompt_tokens", "expected"), [(5, 28), (32, 1), (40, 1)])
+async def test_the_default_is_no_more_than_the_workers_pages_hold(prompt_tokens: int, expected: int) -> None:
+    """A client that names no limit must not be refused for one; a prompt that is too long is the worker's to refuse."""
+    async with gateway(default_max_tokens=40) as stack:
+        worker = says()
+        await stack.add(worker, load=registry_pb2.WorkerLoad(total_pages=2, free_pages=2))
         request = inference_pb2.GenerateRequest(token_ids={"ids": [4] * prompt_tokens})  # type: ignore[arg-type]
         assert [response async for response in stack.inference.Generate(request)]
         assert worker.requests[0].sampling.max_tokens == expected
