@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_fabric.assignment import Choice, DomainGroup, assign
@@ -336,9 +337,8 @@ def test_overrides_of_what_is_not_there_are_refused(tmp_path: Path, override: di
 
 
 @given(st.integers(1, 8), st.integers(1, 8))
+@settings(max_examples=30, deadline=None)
 def test_every_gpu_has_a_nic_and_every_nic_is_used(gpus: int, nics: int) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as directory:
         flat_guest(Path(directory), gpus, nics)
         chosen = by_index(read_topology(Path(directory)))
