@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "local_domain.hpp"
 #include "local_ring.hpp"
@@ -24,12 +25,6 @@ class LocalConnection : private LocalSocket {
     bool ended() const { return !socket_ && !refusal_; }
 
   private:
-    // What is copied just now, checked except for the regions, which may go between two slices.
-    struct Current {
-        RingEntry entry;
-        uint64_t done = 0;
-    };
-
     void readable() override;
     void take(ReceivedMessage &received);
     void open_region(const ReceivedMessage &received);
@@ -37,7 +32,10 @@ class LocalConnection : private LocalSocket {
     // Ends the connection because of what the sender did.
     void refuse(std::string detail);
 
-    bool copy_slice(uint64_t most);
+    // How much of the entry was copied, at most `most`; 0 if the connection has ended by it. Regions may go between two
+    // slices of an entry.
+    uint64_t copy_slice(const RingEntry &entry, uint64_t most);
+    void prefetch(const RingEntry &next) const;
     const Mapping *source_of(uint64_t region);
     void commit(Completions &completions);
 
@@ -45,9 +43,11 @@ class LocalConnection : private LocalSocket {
     UniqueFd socket_;
     std::optional<Ring> ring_;
     std::unordered_map<uint64_t, Mapping> sources_;
+    std::pair<uint64_t, const Mapping *> source_{};  // the last one
     uint64_t committed_ = 0;
     uint64_t taken_ = 0;  // copied wholly
-    std::optional<Current> current_;
+    RingEntry current_{};  // the one after, as it was when its copying began
+    uint64_t done_ = 0;    // of it
     std::array<uint32_t, Ring::kEntries> immediates_{};  // of those that are not committed
     bool asleep_ = false;
     std::optional<std::string> refusal_;

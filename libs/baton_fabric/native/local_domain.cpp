@@ -37,7 +37,7 @@ LocalDomain::LocalDomain() : keys_(sizeof(uint64_t)), sockets_(epoll_create1(EPO
     capabilities_.mr_key_size = sizeof(uint64_t);
     capabilities_.cq_data_size = sizeof(uint32_t);
     capabilities_.max_msg_size = std::numeric_limits<uint64_t>::max();
-    capabilities_.tx_size = Ring::kEntries;
+    capabilities_.tx_size = capabilities_.useful_window = Ring::kEntries;
     capabilities_.ordered = true;
 }
 
@@ -57,11 +57,15 @@ std::unique_ptr<Registration> LocalDomain::register_memory(const DeviceRange &) 
 }
 
 const LocalRegistration *LocalDomain::find(uint64_t key) const {
-    const auto found = by_key_.find(key);
-    return found == by_key_.end() ? nullptr : found->second;
+    if (found_ == nullptr || found_->key != key) {
+        const auto found = by_key_.find(key);
+        found_ = found == by_key_.end() ? nullptr : found->second;
+    }
+    return found_;
 }
 
 void LocalDomain::forget(const LocalRegistration &registration) {
+    found_ = nullptr;
     const auto found = by_key_.find(registration.key);
     if (found != by_key_.end() && found->second == &registration) {
         by_key_.erase(found);

@@ -73,6 +73,7 @@ class LocalDomain : public Domain {
     UniqueFd sockets_;  // an epoll
     uint64_t next_region_ = 1;
     std::unordered_map<uint64_t, const LocalRegistration *> by_key_;
+    mutable const LocalRegistration *found_ = nullptr;  // the last one
     std::vector<LocalReceivingEndpoint *> receivers_;
     std::vector<LocalSendingEndpoint *> senders_;
     std::vector<std::pair<uint64_t, std::string>> lost_;

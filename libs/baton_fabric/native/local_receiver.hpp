@@ -18,8 +18,8 @@ class LocalReceivingEndpoint : public ReceivingEndpoint, private LocalSocket {
     const std::string &address() const override { return address_; }
     void close() override;
 
-    // Copies what senders ask for and reports what arrived; how much there was to do. `bytes`: what it may copy, and then
-    // what is left of that.
+    // Copies what senders ask for and reports what arrived; how much there was to do. `bytes`: what it may copy, and
+    // afterwards what is left of that.
     size_t serve(Completions &completions, uint64_t &bytes);
     // From now on senders wake us; false if serve() has something to do already.
     bool prepare_to_sleep();

@@ -22,7 +22,7 @@ struct alignas(64) RingEntry {
 // the other side stored is checked before it is used. Positions count from 0 and never wrap.
 class Ring {
   public:
-    static constexpr uint64_t kEntries = 128;
+    static constexpr uint64_t kEntries = 256;
     // In `tail`: the sender has closed the ring, so nothing can be committed any more.
     static constexpr uint64_t kClosed = uint64_t{1} << 63;
     static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();

@@ -9,9 +9,11 @@
 namespace baton::fabric {
 namespace {
 
-// A sleeping sender is woken when half of its writes are done or this much, some 150 us: often enough to fill the ring
-// again before it runs empty, and seldom enough that waking (2 us of the thread that copies) costs little.
-constexpr uint64_t kWakeBytes = 1 << 20;
+// What may be in flight: 1 to 2 ms of copying, which a cancelled transfer waits for.
+constexpr uint64_t kMostBytes = 16 << 20;
+// A sleeping sender is woken when half of its writes are done, or this much: early enough to fill the ring again before
+// it runs empty.
+constexpr uint64_t kWakeBytes = kMostBytes / 2;
 
 }  // namespace
 
@@ -51,7 +53,8 @@ ssize_t LocalSendingEndpoint::post(const Write &write, uint32_t immediate, bool,
         return -FI_ENOTCONN;
     }
     const auto &region = *static_cast<const LocalRegistration *>(write.descriptor);
-    if (head_ - tail_ == Ring::kEntries || !announce(region)) {
+    const bool full = head_ - tail_ == Ring::kEntries || (head_ != tail_ && bytes_ + write.length > kMostBytes);
+    if (full || !announce(region)) {
         return lost_ ? -FI_ENOTCONN : -FI_EAGAIN;
     }
     RingEntry &entry = ring_.entry(head_);
@@ -62,6 +65,7 @@ ssize_t LocalSendingEndpoint::post(const Write &write, uint32_t immediate, bool,
     entry.length = write.length;
     entry.immediate = immediate;
     posted_[head_ % Ring::kEntries] = {context, write.length};
+    bytes_ += write.length;
     auto &header = ring_.header();
     header.head.store(++head_, std::memory_order_seq_cst);
     if (header.receiver_sleeps.load(std::memory_order_seq_cst) != 0 &&
@@ -127,7 +131,9 @@ size_t LocalSendingEndpoint::reap(Completions &completions) {
     }
     const size_t count = tail - tail_;
     while (tail_ != tail) {
-        completions.written(posted_[tail_++ % Ring::kEntries].context);
+        const Posted &done = posted_[tail_++ % Ring::kEntries];
+        bytes_ -= done.length;
+        completions.written(done.context);
     }
     return count;
 }

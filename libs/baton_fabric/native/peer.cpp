@@ -138,7 +138,7 @@ void Peer::complete(WriteContext &context, uint64_t now) {
 }
 
 std::optional<uint64_t> Peer::retry_ns() const {
-    return first_ != nullptr && free_ != nullptr && retry_ns_ != 0 ? std::optional(retry_ns_) : std::nullopt;
+    return first_ != nullptr && in_flight_ == 0 && retry_ns_ != 0 ? std::optional(retry_ns_) : std::nullopt;
 }
 
 bool Peer::delivered(const Transfer &transfer) const {

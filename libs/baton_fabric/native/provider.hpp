@@ -20,6 +20,8 @@ struct Capabilities {
     uint64_t max_msg_size = 0;
     uint64_t inject_size = 0;
     uint64_t tx_size = 0;
+    // Writes in flight to a peer beyond which throughput does not grow; measured on tcp and shm.
+    uint64_t useful_window = 64;
     // Writes to a peer land in the order of posting.
     bool ordered = false;
     // Memory of GPUs can be registered, as far as this libfabric was built for it.
