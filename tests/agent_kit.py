@@ -138,8 +138,17 @@ class Worker:
     def kinds(self) -> list[str | None]:
         return [event.WhichOneof("event") for event in self.events]
 
-    async def open_inbox(self, sender: common_pb2.AgentDescriptor, extents: int) -> agent_pb2.InboxDescriptor:
+    async def open_inbox(
+        self,
+        sender: common_pb2.AgentDescriptor,
+        extents: int,
+        checked: tuple[Sequence[int], int] | None = None,
+    ) -> agent_pb2.InboxDescriptor:
+        """`checked`: destination pages and tokens, with a checksum."""
         request = agent_pb2.OpenInboxRequest(session=self.session, sender=sender, expected_extents=extents)
+        if checked is not None:
+            request.checksum, request.tokens = agent_pb2.CHECKSUM_CRC32C, checked[1]
+            request.pages.extend(checked[0])
         return (await self.call(self.stub.OpenInbox, request)).inbox
 
     async def close_inbox(self, inbox: agent_pb2.InboxDescriptor) -> int:

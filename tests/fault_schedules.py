@@ -69,6 +69,7 @@ class Planned:
     after: int
     pause_ms: float
     start_ms: float
+    checksum: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def _transfer(rng: random.Random) -> Planned:
         rng.randint(0, len(chunks)),
         rng.choice((0.0, rng.uniform(0, 5))),
         rng.choice((0.0, rng.uniform(0, 20))),
+        rng.random() < 0.3,
     )
 
 
@@ -317,7 +319,10 @@ class _Run:
         except PoolExhausted:
             return
         try:
-            inbox = await self._destination.worker.open_inbox(self._source.worker.agent, extents(self._planned.pages))
+            checked = (target, self._planned.pages * PAGE_SIZE) if self._planned.checksum else None
+            inbox = await self._destination.worker.open_inbox(
+                self._source.worker.agent, extents(self._planned.pages), checked
+            )
         except RemoteError as error:
             self._end(f"inbox refused: {error.reason}")
             self._destination.cache.let_go(target, self._owner + " in")

@@ -177,6 +177,11 @@ class DecodeSettings(WorkerSettings):
     )
     prefill_attempts: PositiveInt = Field(default=2, description="Prefill workers tried for one request")
     prefill_timeout_s: PositiveFloat = Field(default=120.0, description="How long one attempt may take")
+    checksum: Literal["none", "crc32c"] = Field(
+        default="none",
+        description="Whether a request runs only after its pages were compared with the sender's by a checksum; a "
+        "mismatch counts as a failed attempt",
+    )
 
 
 class AgentSettings(Section):

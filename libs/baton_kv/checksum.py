@@ -1,9 +1,9 @@
 """Which bytes a transfer's checksum covers, as either side sees them.
 
-The checksum is a sum over *units*, the smallest pieces that no sharding and no page size divides: one token of one head,
-K or V (of a latent cache: one token). A unit counts with its bytes and with its place in the destination's memory, so
-that both sides get the same sum however the writes were cut and put together, and whatever way the ranks divide the
-heads.
+The checksum is a sum over *units*, the smallest pieces that no sharding and no page size divides: one token of one
+head, K or V (of a latent cache: one token). A unit counts with its bytes and with its place in the destination's
+memory, so that both sides get the same sum however the writes were cut and put together, and whatever way the ranks
+divide the heads.
 """
 
 from __future__ import annotations

@@ -155,6 +155,9 @@ class AgentMetrics(_Catalogue):
         self.transfers = self._counter("transfers_total", "Transfers that ended at the sender", "outcome")
         self.open_inboxes = self._gauge("open_inboxes", "Transfers being received")
         self.inboxes = self._counter("inboxes_total", "Inboxes that were closed", "outcome")
+        self.checksums = self._counter(
+            "checksums_total", "Transfers whose bytes were compared with the sender's checksum of them", "outcome"
+        )
         self.fences = self._counter("fences_total", "Receiving endpoints closed to rule out further writes", "reason")
         self.quarantined_inboxes = self._gauge(
             "quarantined_inboxes", "Inboxes that are to end, but may still be written, by what they wait for", "stage"

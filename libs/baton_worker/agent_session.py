@@ -46,6 +46,15 @@ class Inbox:
 
 
 @dataclass(frozen=True)
+class Checked:
+    """What the agents compare by a checksum before an inbox counts as full: the first `tokens` positions of the
+    destination's pages."""
+
+    pages: Sequence[int]
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Transfer:
     """The sender's end of a transfer."""
 
@@ -112,12 +121,18 @@ class AgentSession:
 
     # --- receiving side -------------------------------------------------------------------------------------------
 
-    async def open_inbox(self, sender: common_pb2.AgentDescriptor, expected_extents: int) -> Inbox:
+    async def open_inbox(
+        self, sender: common_pb2.AgentDescriptor, expected_extents: int, checked: Checked | None = None
+    ) -> Inbox:
         """Raises AgentUnavailable, or RemoteError with the agent's refusal. A cancelled call leaves nothing."""
-        return await self._opened(self._open_inbox(sender, expected_extents), self.close_inbox)
-
-    async def _open_inbox(self, sender: common_pb2.AgentDescriptor, expected_extents: int) -> Inbox:
         request = agent_pb2.OpenInboxRequest(session=self.session, sender=sender, expected_extents=expected_extents)
+        if checked is not None:
+            request.checksum = agent_pb2.CHECKSUM_CRC32C
+            request.pages.extend(checked.pages)
+            request.tokens = checked.tokens
+        return await self._opened(self._open_inbox(request), self.close_inbox)
+
+    async def _open_inbox(self, request: agent_pb2.OpenInboxRequest) -> Inbox:
         response = await self._call(self._stub.OpenInbox, request, CALL_TIMEOUT_S)
         key = response.inbox.slot, response.inbox.generation
         return Inbox(response.inbox, self._expect(self._inboxes, key))

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from baton.v1 import agent_pb2, agent_pb2_grpc
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Incarnations known to be gone; the oldest is forgotten first, and then found out again by its address's new owner.
 MAX_DEAD = 1024
 ABORT_RETRY = 0.5
+# The name of the tasks that do.
+TELLING = "telling"
 # Twice as long as a channel refuses, after an attempt that failed, without making another.
 CONFIRM_TIMEOUT = 1.0
 
@@ -146,13 +149,24 @@ class Peers(WorkingActor):
             reason=reason,
             quiesced=quiesced,
         )
-        self.spawn(self._abort(peer, request), "abort")
+        self.spawn(self._tell(peer, lambda stub: stub.TransferAborted, request), TELLING)
+
+    def transfer_checksum(self, peer: Peer, slot: int, generation: int, checksum: int) -> None:
+        """Tells the receiver, in the background, as `transfer_aborted` does."""
+        request = agent_pb2.TransferChecksumRequest(
+            caller_incarnation=self._incarnation,
+            callee_incarnation=peer.incarnation,
+            slot=slot,
+            generation=generation,
+            checksum=checksum,
+        )
+        self.spawn(self._tell(peer, lambda stub: stub.TransferChecksum, request), TELLING)
 
     async def told(self, timeout: float) -> None:
-        """Until no TransferAborted is under way any more, or `timeout` seconds have passed."""
-        aborts = [task for task in self._work if task.get_name() == "abort"]
-        if aborts:
-            await asyncio.wait(aborts, timeout=timeout)
+        """Until nothing that others must hear is under way any more, or `timeout` seconds have passed."""
+        telling = [task for task in self._work if task.get_name() == TELLING]
+        if telling:
+            await asyncio.wait(telling, timeout=timeout)
 
     async def close_idle(self) -> None:
         """Closes channels that nothing has used for `idle_timeout`."""
@@ -165,18 +179,20 @@ class Peers(WorkingActor):
 
     # --- internals ------------------------------------------------------------------------------------------------
 
-    async def _abort(self, peer: Peer, request: agent_pb2.TransferAbortedRequest) -> None:
+    async def _tell(
+        self, peer: Peer, method: Callable[[agent_pb2_grpc.TransferPeerAsyncStub], Any], request: Any
+    ) -> None:
         end = time.monotonic() + self._options.abort_timeout
         while not self.is_dead(peer.incarnation):
             try:
-                await self._stub(peer).TransferAborted(request, timeout=self._options.heartbeat_timeout)
+                await method(self._stub(peer))(request, timeout=self._options.heartbeat_timeout)
                 return
             except grpc.aio.AioRpcError as error:
                 failure = RemoteError.from_rpc(error)
                 if self._bury_if_wrong(peer, failure):
                     return
                 if failure.status not in ("UNAVAILABLE", "DEADLINE_EXCEEDED") or time.monotonic() > end:
-                    logger.warning("agent %#018x did not take an abort: %s", peer.incarnation, failure)
+                    logger.warning("agent %#018x was not told of a transfer: %s", peer.incarnation, failure)
                     return
             await asyncio.sleep(ABORT_RETRY)
 

@@ -22,6 +22,7 @@ from baton_kv.transfer.slots import SlotKey, SlotNotInUse, SlotTable
 from baton_rpc.layouts import layout_message
 from baton_telemetry.metrics import AgentMetrics
 
+from .checksums import Checksums, Part
 from .endpoints import Endpoint, Endpoints
 from .errors import FenceFailed, StaleDescriptor, UnknownInbox, UnknownSession
 from .fabric import FabricEvent
@@ -45,6 +46,8 @@ class OpenInbox:
     session: int
     sender: Peer
     expected: int
+    # What the checksum covers, if there is to be one: destination pages, and positions from the first one's beginning.
+    checked: tuple[Sequence[int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,24 @@ class Aborted:
     generation: int
     reason: str
     quiesced: bool
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A sending agent's checksum of what it delivered."""
+
+    sender: int
+    slot: int
+    generation: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """None: no checksum could be made here."""
+
+    key: SlotKey
+    checksum: int | None
 
 
 @dataclass(frozen=True)
@@ -90,6 +111,9 @@ class _Inbox:
     life: InboxLife = field(default_factory=InboxLife)
     waiting: list[asyncio.Future[Proof]] = field(default_factory=list)
     full: Any = None
+    # What the checksum covers, and the sender's once it has told.
+    checked: list[Part] | None = None
+    checksum: int | None = None
     violated: bool = False
     # When its quarantine began, 0 before.
     since: float = 0.0
@@ -105,8 +129,10 @@ class Receiver(WorkingActor):
         peers: Peers,
         options: AgentOptions,
         metrics: AgentMetrics,
+        checksums: Checksums,
     ) -> None:
         super().__init__("receiver")
+        self._checksums = checksums
         self._agent = agent
         self._engine = engine
         self._peers = peers
@@ -158,17 +184,21 @@ class Receiver(WorkingActor):
 
     @handles
     async def open_inbox(self, message: OpenInbox) -> agent_pb2.InboxDescriptor:
-        """Raises UnknownSession, StaleDescriptor, SlotsExhausted, FabricError."""
+        """Raises UnknownSession, StaleDescriptor, InvalidKvArgument, SlotsExhausted, FabricError."""
         view = self._sessions.get(message.session)
         if view is None:
             raise UnknownSession(message.session)
         if self._peers.is_dead(message.sender.incarnation):
             raise StaleDescriptor(message.sender.incarnation, message.sender.address)
+        checked = None
+        if message.checked is not None:
+            self._checksums.check_readable(view.region_ids)
+            checked = self._checksums.destination(view, *message.checked)
         endpoint, superfluous = self._endpoints.of_sender(message.sender)
         for number in superfluous:
             self.spawn(self._discard(number))
         key = self._slots.open()
-        inbox = _Inbox(key, view, endpoint)
+        inbox = _Inbox(key, view, endpoint, checked=checked)
         try:
             self._engine.open_inbox(
                 endpoint.number, key.slot, wire_generation(key.generation), message.expected, view.region_ids
@@ -191,6 +221,7 @@ class Receiver(WorkingActor):
             sharding=sharding_message(view.cache),
             data_parallel_rank=0,
             sender_incarnation=message.sender.incarnation,
+            checksum=agent_pb2.CHECKSUM_UNSPECIFIED if checked is None else agent_pb2.CHECKSUM_CRC32C,
         )
 
     @handles
@@ -221,6 +252,26 @@ class Receiver(WorkingActor):
         self._do(inbox, inbox.life.aborted(message.reason, message.quiesced), "sender_not_quiesced")
 
     @handles
+    async def summed(self, message: Summed) -> None:
+        inbox = self._inboxes.get(SlotKey(message.slot, message.generation))
+        if inbox is None or inbox.endpoint.sender.incarnation != message.sender or inbox.checksum is not None:
+            return
+        inbox.checksum = message.checksum
+        self._compare(inbox)
+
+    @handles
+    async def compared(self, message: _Compared) -> None:
+        inbox = self._inboxes.get(message.key)
+        if inbox is None:
+            return
+        match = message.checksum == inbox.checksum
+        self._metrics.checksums.labels("match" if match else "mismatch").inc()
+        if not match:
+            slot, ours = message.key.slot, message.checksum
+            logger.error("slot %d: the checksum is %s here and %s at the sender", slot, ours, inbox.checksum)
+        self._do(inbox, inbox.life.full() if match else inbox.life.mismatched())
+
+    @handles
     async def peer_lost(self, message: PeerLost) -> None:
         for inbox in list(self._inboxes.values()):
             if inbox.endpoint.sender.incarnation == message.peer.incarnation:
@@ -246,7 +297,10 @@ class Receiver(WorkingActor):
             return
         if message.kind == "InboxFull":
             inbox.full = event
-            self._do(inbox, inbox.life.full())
+            if inbox.checked is None:
+                self._do(inbox, inbox.life.full())
+            else:
+                self._compare(inbox)
         else:
             logger.error("slot %d: %d extents came, %d were expected", event.slot, event.extents, event.expected)
             inbox.violated = True
@@ -261,7 +315,8 @@ class Receiver(WorkingActor):
             if message.full is None:
                 self._do(inbox, inbox.life.fence_failed())
                 self._fail_waiting(inbox)
-            elif inbox.violated or not message.full(inbox.key):
+            # One that waits for a checksum might wait for ever now.
+            elif inbox.violated or inbox.checked is not None or not message.full(inbox.key):
                 self._do(inbox, inbox.life.fenced())
 
     @handles
@@ -375,6 +430,19 @@ class Receiver(WorkingActor):
             self.tell(_FenceEnded(number, lambda _: False))
         else:
             self.tell(_FenceEnded(number, lambda key: (key.slot, wire_generation(key.generation)) not in unfilled))
+
+    def _compare(self, inbox: _Inbox) -> None:
+        """Once both are here: the last extent, and the sender's checksum."""
+        if inbox.checked is not None and inbox.full is not None and inbox.checksum is not None:
+            self.spawn(self._sum(inbox.key, inbox.session, inbox.checked))
+
+    async def _sum(self, key: SlotKey, session: SessionView, parts: list[Part]) -> None:
+        checksum: int | None = None
+        try:
+            checksum = await self._checksums.of_destination(session, parts)
+        except FabricError as error:
+            logger.error("no checksum of slot %d: %s", key.slot, error)
+        self.tell(_Compared(key, checksum))
 
     async def _ask_sender(self, key: SlotKey, sender: Peer) -> None:
         self.tell(_StopAnswered(key, await self._peers.stop_transfer(sender, *key)))

@@ -21,6 +21,7 @@ from baton_kv.transfer.sending import Action, CancelWrites, Disconnect, TellRece
 from baton_kv.transfer.tombstones import MAX_RECEIVERS, Tombstones
 from baton_telemetry.metrics import AgentMetrics
 
+from .checksums import Checksums
 from .connections import Connection, Connections
 from .errors import AgentError, TooManyTransfers, TransferExists, TransferStopped, UnknownSession, UnknownTransfer
 from .fabric import FabricEvent
@@ -88,6 +89,15 @@ class _Confirmed:
 
 
 @dataclass(frozen=True)
+class _Summed:
+    """The checksum of a transfer whose writes are delivered; None if none could be made."""
+
+    transfer: int
+    checksum: int | None
+    stats: Any
+
+
+@dataclass(frozen=True)
 class _DrainExpired:
     transfer: int
 
@@ -103,6 +113,8 @@ class _Transfer:
     opened: asyncio.Future[int]
     life: TransferLife = field(default_factory=TransferLife)
     connection: Connection | None = None
+    # Every write is delivered, and the checksum is being made.
+    summing: bool = False
     # The worker asked for the end: the answer to its call is what it hears of it.
     quiet: bool = False
     waiting: list[asyncio.Future[bool]] = field(default_factory=list)
@@ -115,9 +127,17 @@ class _Transfer:
 class Sender(WorkingActor):
     """Owns every transfer."""
 
-    def __init__(self, engine: FabricEngine, peers: Peers, options: AgentOptions, metrics: AgentMetrics) -> None:
+    def __init__(
+        self,
+        engine: FabricEngine,
+        peers: Peers,
+        options: AgentOptions,
+        metrics: AgentMetrics,
+        checksums: Checksums,
+    ) -> None:
         super().__init__("sender")
         self._engine = engine
+        self._checksums = checksums
         self._peers = peers
         self._options = options
         self._metrics = metrics
@@ -160,8 +180,9 @@ class Sender(WorkingActor):
 
     @handles
     async def open_transfer(self, message: OpenTransfer) -> asyncio.Future[int]:
-        """Raises UnknownSession, InvalidArgument, LayoutMismatch, TransferStopped, TransferExists. The future:
-        StaleDescriptor, PeerUnreachable, TransferStopped, FabricError."""
+        """Raises UnknownSession, InvalidArgument, LayoutMismatch, TransferStopped, TransferExists,
+        FabricError(CHECKSUM_UNSUPPORTED). The future: StaleDescriptor, PeerUnreachable, TransferStopped,
+        FabricError."""
         view = self._sessions.get(message.session)
         if view is None:
             raise UnknownSession(message.session)
@@ -184,6 +205,8 @@ class Sender(WorkingActor):
             raise TransferExists(inbox.slot, inbox.generation)
         if len(self._transfers) >= self._options.max_transfers:
             raise TooManyTransfers(self._options.max_transfers)
+        if inbox.checksum:
+            self._checksums.check_readable(view.region_ids)
         number = self._last_number + 1
         streams = plan_streams(view, inbox, number)
         self._last_number = number
@@ -296,16 +319,33 @@ class Sender(WorkingActor):
             self._metrics.first_post_seconds.observe(event.stats.first_post_us / 1e6)
             if event.stats.writes:
                 self._metrics.extents_per_write.observe(event.stats.extents / event.stats.writes)
-            self._do(transfer, transfer.life.done(), event.stats)
+            if transfer.inbox.checksum:
+                transfer.summing = True
+                self.spawn(self._sum(transfer, event.stats))
+            else:
+                self._do(transfer, transfer.life.done(), event.stats)
         elif message.kind == "TransferCancelled":
             self._do(transfer, transfer.life.cancelled(event.quiesced))
         else:
             self._do(transfer, transfer.life.failed(event.reason, event.quiesced))
 
     @handles
+    async def summed(self, message: _Summed) -> None:
+        transfer = self._transfers.get(message.transfer)
+        if transfer is None:
+            return
+        if message.checksum is None:
+            self._do(transfer, transfer.life.failed("CHECKSUM_FAILED", True))
+            return
+        self._peers.transfer_checksum(
+            transfer.inbox.receiver, transfer.inbox.slot, transfer.inbox.generation, message.checksum
+        )
+        self._do(transfer, transfer.life.done(), message.stats)
+
+    @handles
     async def drain_expired(self, message: _DrainExpired) -> None:
         transfer = self._transfers.get(message.transfer)
-        if transfer is not None:
+        if transfer is not None and not transfer.summing:
             logger.warning("transfer %d did not drain in time", message.transfer)
             self._do(transfer, transfer.life.drain_expired())
 
@@ -428,6 +468,14 @@ class Sender(WorkingActor):
         except AgentError as failure:
             error = failure
         self.tell(_Confirmed(number, error))
+
+    async def _sum(self, transfer: _Transfer, stats: Any) -> None:
+        checksum: int | None = None
+        try:
+            checksum = await self._checksums.of_source(transfer.view, transfer.streams, transfer.pages)
+        except FabricError as error:
+            logger.error("no checksum of transfer %d: %s", transfer.number, error)
+        self.tell(_Summed(transfer.number, checksum, stats))
 
     async def _expire(self, number: int) -> None:
         await asyncio.sleep(self._options.drain_timeout)

@@ -20,6 +20,7 @@ from baton_memory.sockets import check_socket_path, clear_stale_socket
 from baton_rpc import RpcServer, TlsFiles, UnixAddress, advertised_address, parse_address
 from baton_telemetry.metrics import AgentMetrics
 
+from .checksums import Checksums
 from .devices import Devices
 from .errors import EngineDown, InvalidArgument
 from .fabric import deliver
@@ -93,8 +94,9 @@ class TransferAgentService:
             self._peer_lost,
             self.metrics.heartbeat_misses.inc,
         )
-        self.receiver = Receiver(self.descriptor, self._engine, self.peers, self.options, self.metrics)
-        self.sender = Sender(self._engine, self.peers, self.options, self.metrics)
+        self._checksums = Checksums(self._engine)
+        self.receiver = Receiver(self.descriptor, self._engine, self.peers, self.options, self.metrics, self._checksums)
+        self.sender = Sender(self._engine, self.peers, self.options, self.metrics, self._checksums)
         self.sessions = Sessions(
             self.incarnation,
             self._engine,
@@ -168,6 +170,7 @@ class TransferAgentService:
         await self.sessions.server.close_all()
         for actor in self._actors:
             await actor.stop()
+        self._checksums.close()
         await self._engine.close()
 
     async def failure(self) -> None:

@@ -15,10 +15,10 @@ from baton_rpc import TypedError
 from baton_telemetry.metrics import AgentMetrics
 
 from .errors import WrongIncarnation
-from .receiver import Aborted, CloseInbox, OpenInbox, Receiver
+from .receiver import Aborted, CloseInbox, OpenInbox, Receiver, Summed
 from .sender import CancelTransfer, OpenTransfer, PlanChunk, Sender, StopTransfer, SubmitStep
 from .sessions import FindEvents, Sessions
-from .wire import read_agent, read_inbox
+from .wire import read_agent, read_checksum, read_inbox
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -78,8 +78,9 @@ class TransferAgentServicer(agent_pb2_grpc.TransferAgentServicer):
     @_counted
     async def OpenInbox(self, request: agent_pb2.OpenInboxRequest, context: Context) -> agent_pb2.OpenInboxResponse:
         sender = read_agent(request.sender, self._agent.transport)
+        checked = (list(request.pages), request.tokens) if read_checksum(request.checksum) else None
         opening = asyncio.ensure_future(
-            self._receiver.ask(OpenInbox(request.session, sender, request.expected_extents))
+            self._receiver.ask(OpenInbox(request.session, sender, request.expected_extents, checked))
         )
         try:
             return agent_pb2.OpenInboxResponse(inbox=await asyncio.shield(opening))
@@ -163,6 +164,14 @@ class TransferPeerServicer(agent_pb2_grpc.TransferPeerServicer):
             Aborted(request.caller_incarnation, request.slot, request.generation, request.reason, request.quiesced)
         )
         return agent_pb2.TransferAbortedResponse()
+
+    @_counted
+    async def TransferChecksum(
+        self, request: agent_pb2.TransferChecksumRequest, context: Context
+    ) -> agent_pb2.TransferChecksumResponse:
+        self._check(request.callee_incarnation)
+        await self._receiver.ask(Summed(request.caller_incarnation, request.slot, request.generation, request.checksum))
+        return agent_pb2.TransferChecksumResponse()
 
     @_counted
     async def Heartbeat(self, request: agent_pb2.HeartbeatRequest, context: Context) -> agent_pb2.HeartbeatResponse:

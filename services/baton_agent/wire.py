@@ -67,6 +67,8 @@ class RemoteInbox:
     cache: Cache
     ranks: tuple[RemoteRank, ...]
     data_parallel_rank: int
+    # The receiver waits for the checksum of what is sent.
+    checksum: bool = False
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -132,7 +134,15 @@ def read_inbox(message: agent_pb2.InboxDescriptor, own: common_pb2.AgentDescript
         cache=cache,
         ranks=_read_ranks(message.regions, cache),
         data_parallel_rank=message.data_parallel_rank,
+        checksum=read_checksum(message.checksum),
     )
+
+
+def read_checksum(kind: int) -> bool:
+    """Raises InvalidArgument."""
+    if kind not in (agent_pb2.CHECKSUM_UNSPECIFIED, agent_pb2.CHECKSUM_CRC32C):
+        raise InvalidArgument(f"there is no checksum {kind}: CHECKSUM_CRC32C, or none", field="checksum")
+    return kind == agent_pb2.CHECKSUM_CRC32C
 
 
 def read_pages(

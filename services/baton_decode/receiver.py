@@ -14,6 +14,7 @@ from baton.v1 import agent_pb2, common_pb2, decode_pb2, prefill_pb2, prefill_pb2
 
 from baton_actors.deadline import Deadline
 from baton_config.sections import DecodeSettings
+from baton_kv.checksum import transfer_tokens
 from baton_kv.errors import KvError
 from baton_kv.plan import expected_extents, pages_to_transfer
 from baton_kv.shards import ShardMap
@@ -21,7 +22,7 @@ from baton_rpc.addresses import AddressError
 from baton_rpc.errors import RemoteError
 from baton_rpc.layouts import layout_message, transferable
 from baton_telemetry.metrics import DecodeMetrics
-from baton_worker.agent_session import AgentSession, Inbox
+from baton_worker.agent_session import AgentSession, Checked, Inbox
 from baton_worker.background import first_of
 from baton_worker.engine_host import EngineHost
 from baton_worker.errors import AgentUnavailable, ExceedsPagePool, PrefillUnavailable, TransferBroken
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 AGENT_WAIT_S = 3.0
 # The sender's delivery completion is in, so the last immediate has reached this node: what remains is one event.
 SETTLE_S = 2.0
+# With a checksum, the sender's has to come and ours to be made: 0.1 s for each GB, on a busy machine more.
+CHECK_S = 10.0
 
 PrefillResult = prefill_pb2.RunResponse | RemoteError
 
@@ -139,7 +142,11 @@ class KvReceiver:
         first = prefix_tokens // info.page_size
         destination = pages[first : first + pages_to_transfer(prompt_tokens, prefix_tokens, info.page_size)]
         prefill = prefill_pb2_grpc.PrefillStub(self._worker.peers.get(worker.address))
-        inbox = await self._open(session, worker.agent, expected)
+        checked = None
+        if self._settings.checksum != "none":
+            tokens = transfer_tokens(prompt_tokens, prefix_tokens, worker.layout.page_size, info.page_size)
+            checked = Checked(destination, tokens)
+        inbox = await self._open(session, worker.agent, expected, checked)
         # From here on the inbox owns the pages too: a write may be under way until it is closed.
         owner = ("inbox", session.session, *inbox.key)
         engine.reserver.hold(list(destination), owner)
@@ -188,7 +195,7 @@ class KvReceiver:
             result = run.result()
             if isinstance(result, RemoteError):
                 raise result
-            await first_of(inbox.ended, timeout=SETTLE_S)
+            await first_of(inbox.ended, timeout=SETTLE_S if self._settings.checksum == "none" else CHECK_S)
         if not inbox.ended.done():
             raise TransferBroken("the prefill worker is done or silent, and the inbox is not full")
         event = inbox.ended.result()
@@ -197,10 +204,12 @@ class KvReceiver:
         return event
 
     @staticmethod
-    async def _open(session: AgentSession, sender: common_pb2.AgentDescriptor, expected: int) -> Inbox:
+    async def _open(
+        session: AgentSession, sender: common_pb2.AgentDescriptor, expected: int, checked: Checked | None
+    ) -> Inbox:
         """Raises AgentUnavailable and TransferBroken: what this node's agent refuses is no fault of the request."""
         try:
-            return await session.open_inbox(sender, expected)
+            return await session.open_inbox(sender, expected, checked)
         except RemoteError as error:
             raise TransferBroken(f"the agent refused an inbox: {error}", cause=error.reason) from error
 

@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from baton.v1 import common_pb2, decode_pb2, registry_pb2
+from baton.v1 import agent_pb2, common_pb2, decode_pb2, registry_pb2
 
 from baton_actors import Deadline, DeadlineExceeded
 from baton_decode import receiver as module
@@ -97,6 +97,36 @@ async def test_a_prefill_worker_with_pages_of_another_size(rig, page_size, small
     assert list(run.request.pages) == [0, 1, 2]
     # Two layers, and of each smaller page the keys and values of two heads.
     assert rig.agent.inboxes[run.key].expected_extents == 2 * 4 * -(-(TOKENS - 1) // smaller)
+    rig.agent.fill(run.key)
+    run.succeed()
+    await fetching
+    await nothing_is_left(rig)
+
+
+@pytest.mark.parametrize(("page_size", "tokens"), [(2, 6), (4, 8), (8, 8)])
+async def test_with_a_checksum_the_agent_hears_what_to_check_and_a_mismatch_is_tried_again(rig, page_size, tokens):
+    rig.receiver = KvReceiver(rig.worker, rig.worker.section.model_copy(update={"checksum": "crc32c"}), rig.metrics)
+    workers = [prefill.info(rig.layout) for prefill in rig.prefills]
+    for worker in workers:
+        worker.layout.page_size = page_size
+    fetching = start(rig, request(rig, workers), prefix=4)
+    run = await rig.prefills[0].run()
+    inbox = rig.agent.inboxes[run.key]
+    assert inbox.checksum == agent_pb2.CHECKSUM_CRC32C
+    assert (list(inbox.pages), inbox.tokens) == (list(run.request.pages), tokens)
+    rig.agent.fail_inbox(run.key, "CHECKSUM_MISMATCH")
+    again = await rig.prefills[1].run()
+    assert again.request.pages == run.request.pages and again.key != run.key
+    rig.agent.fill(again.key)
+    again.succeed()
+    assert (await fetching).worker_id == "p1"
+    await nothing_is_left(rig)
+
+
+async def test_without_a_checksum_the_agent_checks_nothing(rig):
+    fetching = start(rig)
+    run = await rig.prefills[0].run()
+    assert not rig.agent.inboxes[run.key].checksum and not rig.agent.inboxes[run.key].pages
     rig.agent.fill(run.key)
     run.succeed()
     await fetching

@@ -22,6 +22,7 @@ INBOX_EVENTS: dict[str, Event] = {
     "opened": lambda life: life.opened(),
     "open_failed": lambda life: life.open_failed("NO_ENDPOINT"),
     "full": lambda life: life.full(),
+    "mismatched": lambda life: life.mismatched(),
     "violated": lambda life: life.violated(),
     "aborted quiesced": lambda life: life.aborted("ABORTED", True),
     "aborted": lambda life: life.aborted("ABORTED", False),
@@ -37,7 +38,7 @@ INBOX_EVENTS: dict[str, Event] = {
 # What is sure to come in each stage, one of these.
 INBOX_ANSWERS = {
     inbox.Stage.OPENING: ("opened", "open_failed"),
-    inbox.Stage.RECEIVING: ("full", "violated", "aborted", "aborted quiesced", "peer lost", "close"),
+    inbox.Stage.RECEIVING: ("full", "mismatched", "violated", "aborted", "aborted quiesced", "peer lost", "close"),
     inbox.Stage.STOP_REQUESTED: ("stop answered", "stop answered quiesced", "stop failed"),
     inbox.Stage.FENCING: ("fenced", "fence failed"),
     inbox.Stage.UNPROVEN: ("retry fence", "close"),
@@ -134,6 +135,7 @@ def test_an_inbox_ends_once_and_its_memory_is_free_once_with_a_proof() -> None:
 def test_each_step_of_an_inbox_follows_the_rule_of_reuse() -> None:
     proofs = {
         "full": {Proof.FULL},
+        "mismatched": {Proof.FULL},
         "fenced": {Proof.FENCED},
         "aborted quiesced": {Proof.QUIESCED},
         "stop answered quiesced": {Proof.QUIESCED},

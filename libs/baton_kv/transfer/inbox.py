@@ -94,13 +94,22 @@ class InboxLife:
         return self._finish(Proof.QUIESCED)
 
     def full(self) -> list[Action]:
-        """Every expected extent has arrived. One that is full while it is being fenced for a failure is done."""
+        """Every expected extent has arrived, and is right if that is checked.
+
+        One that is full while it is being fenced for a failure is done."""
         if self.stage is Stage.CLOSED or not self._trusted:
             return []
         self._full = True
         if self.stage is Stage.OPENING:
             return []
         return self._finish(Proof.FULL)
+
+    def mismatched(self) -> list[Action]:
+        """Every expected extent has arrived, and the bytes are not those that were sent. Instead of `full`."""
+        if self.stage in (Stage.OPENING, Stage.CLOSED) or not self._trusted:
+            return []
+        self._decide(Outcome.FAILED, "CHECKSUM_MISMATCH")
+        return self._finish(Proof.FULL, whole=False)
 
     def violated(self) -> list[Action]:
         """More extents came than were expected."""
@@ -193,8 +202,8 @@ class InboxLife:
         self.stage = Stage.FENCING
         return [Fence()]
 
-    def _finish(self, proof: Proof) -> list[Action]:
-        if proof is Proof.FULL and (self._cause is None or self._cause[0] is Outcome.FAILED):
+    def _finish(self, proof: Proof, whole: bool = True) -> list[Action]:
+        if proof is Proof.FULL and whole and (self._cause is None or self._cause[0] is Outcome.FAILED):
             self._cause = (Outcome.DONE, "")
         actions = self._end(quiesced=True)
         self.stage, self.proof = Stage.CLOSED, proof
