@@ -6,6 +6,14 @@ import grpc
 
 from cluster import Answer, Cluster, eventually, make_prompt
 
+# Short enough to be computed twice on a busy machine, in steps enough to be hit between two of them.
+PROMPT_TOKENS = 320
+SETTINGS = {
+    "BATON_PREFILL__CHUNK_TOKENS": "16",
+    "BATON_DECODE__CHUNK_TOKENS": "16",
+    "BATON_PREFILL__THREADS": "1",
+    "BATON_DECODE__THREADS": "1",
+}
 NEW_TOKENS = 8
 Outcome = Answer | grpc.aio.AioRpcError
 

@@ -14,15 +14,7 @@ import pytest
 import pytest_asyncio
 
 from cluster import Cluster, eventually, make_prompt, running_cluster
-from victims import NEW_TOKENS, ask, bytes_move, check, is_right
-
-PROMPT_TOKENS = 320
-SETTINGS = {
-    "BATON_PREFILL__CHUNK_TOKENS": "16",
-    "BATON_DECODE__CHUNK_TOKENS": "16",
-    "BATON_PREFILL__THREADS": "1",
-    "BATON_DECODE__THREADS": "1",
-}
+from victims import NEW_TOKENS, PROMPT_TOKENS, SETTINGS, ask, bytes_move, check, is_right
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
