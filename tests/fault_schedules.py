@@ -201,8 +201,8 @@ class Node:
 
 
 @asynccontextmanager
-async def node(directory: Path, name: str, head_dim: int) -> AsyncIterator[Node]:
-    engine = await FabricEngine.start("tcp", post_timeout_ms=POST_TIMEOUT_MS)
+async def node(directory: Path, name: str, transport: str, head_dim: int) -> AsyncIterator[Node]:
+    engine = await FabricEngine.start(transport, post_timeout_ms=POST_TIMEOUT_MS)
     addresses = Addresses(f"unix:{directory}/{name}.sock", f"{directory}/{name}.ho", "127.0.0.1:0")
     service = TransferAgentService(engine, engine.provider, "127.0.0.1", addresses, OPTIONS)
     cache = Cache(head_dim)
@@ -450,27 +450,29 @@ async def _first(worker: Worker, kinds: Sequence[str], wanted: Any) -> Any:
 
 
 @asynccontextmanager
-async def fleet(head_dim: int) -> AsyncIterator[Fleet]:
+async def fleet(transport: str, head_dim: int) -> AsyncIterator[Fleet]:
     # Not pytest's directory: the paths of unix sockets must be short.
     with tempfile.TemporaryDirectory(prefix="bt-") as name:
         directory = Path(name)
         async with (
-            node(directory, "a", head_dim) as a,
-            node(directory, "b", head_dim) as b,
-            node(directory, "c", head_dim) as c,
-            node(directory, "d", head_dim) as d,
+            node(directory, "a", transport, head_dim) as a,
+            node(directory, "b", transport, head_dim) as b,
+            node(directory, "c", transport, head_dim) as c,
+            node(directory, "d", transport, head_dim) as d,
         ):
             yield Fleet([a, b, c, d])
 
 
-async def run_schedules(seeds: Iterable[int], head_dim: int) -> Counter[str]:
+async def run_schedules(seeds: Iterable[int], transport: str, head_dim: int) -> Counter[str]:
     """One after the other on one fleet -> how the transfers ended. Raises Broken with the seed."""
-    async with fleet(head_dim) as made:
+    async with fleet(transport, head_dim) as made:
         for seed in seeds:
             schedule = draw(seed)
             try:
                 await made.run(schedule)
             except BaseException as error:
-                error.add_note(f"python tests/bench/fault_schedules.py --seed {seed} --schedules 1: {schedule}")
+                error.add_note(
+                    f"python tests/bench/fault_schedules.py --transport {transport} --seed {seed} --schedules 1: {schedule}"
+                )
                 raise
         return made.outcomes

@@ -1,6 +1,6 @@
-"""Random fault schedules over tcp with four agents: tests/fault_schedules.py says what each must end with.
+"""Random fault schedules over a real transport with four agents: tests/fault_schedules.py says what each must end with.
 
-python tests/bench/fault_schedules.py [--schedules 10000] [--seed 0] [--fleets 3]
+python tests/bench/fault_schedules.py [--schedules 10000] [--seed 0] [--transport tcp] [--fleets 3]
 
 Prints every seed that failed, and how to run it again; exits 1 if there was one.
 """
@@ -30,7 +30,8 @@ SCHEDULES_A_FLEET = 250
 
 
 class Runs:
-    def __init__(self, schedules: int, seed: int) -> None:
+    def __init__(self, schedules: int, seed: int, transport: str) -> None:
+        self._transport = transport
         seeds = range(seed, seed + schedules)
         # By the seed, so that a seed says everything.
         self._seeds: dict[int, Iterator[int]] = {
@@ -54,7 +55,7 @@ class Runs:
         seed = first
         following = itertools.islice(self._seeds[head_dim], SCHEDULES_A_FLEET - 1)
         try:
-            async with fleet(head_dim) as made:
+            async with fleet(self._transport, head_dim) as made:
                 for seed in itertools.chain([first], following):
                     await made.run(draw(seed))
                     self.done += 1
@@ -64,7 +65,10 @@ class Runs:
         except Exception:
             self.failed.append(seed)
             traceback.print_exc()
-            print(f"FAILED: python {sys.argv[0]} --seed {seed} --schedules 1\n  {draw(seed)}", flush=True)
+            print(
+                f"FAILED: python {sys.argv[0]} --transport {self._transport} --seed {seed} --schedules 1\n  {draw(seed)}",
+                flush=True,
+            )
 
     @property
     def seconds(self) -> float:
@@ -75,11 +79,12 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transport", default="tcp", help="tcp or local: what works between engines of one process")
     parser.add_argument("--fleets", type=int, default=3, help="at the same time; each has its own agents")
     options = parser.parse_args()
     # Every fault has its log line.
     logging.basicConfig(level=logging.CRITICAL)
-    runs = Runs(options.schedules, options.seed)
+    runs = Runs(options.schedules, options.seed, options.transport)
     await asyncio.gather(*(runs.fleets(number) for number in range(min(options.fleets, options.schedules))))
     for how, count in sorted(runs.outcomes.items()):
         print(f"{count:8}  {how}")
