@@ -27,6 +27,9 @@ class ReceivingEndpoint {
     // For the peer's Domain::connect.
     virtual const std::string &address() const = 0;
 
+    // To be called before close(), and again after its Domain was polled, until it is false.
+    virtual bool refuse() { return false; }
+
     // The fence: afterwards no byte that was sent to it can land. Throws Error if the provider refuses: then nothing is
     // fenced.
     virtual void close() = 0;

@@ -1,6 +1,7 @@
 #include "fabric_endpoint.hpp"
 
 #include "error.hpp"
+#include "sockets.hpp"
 
 #include <rdma/fi_errno.h>
 #include <sys/syscall.h>
@@ -76,6 +77,16 @@ fi_addr_t FabricEndpoint::insert(const std::string &address) {
     }
     return peer;
 }
+
+FabricReceivingEndpoint::FabricReceivingEndpoint(FabricDomain &domain)
+    : endpoint_(domain),
+      sockets_(domain.capabilities().provider == "tcp" || domain.capabilities().provider == "net") {}
+
+// A socket that the tcp provider has accepted, but whose connection request it has not read yet, keeps a pointer to the
+// endpoint that was listening. Closing that endpoint frees what it points to, and the next progress calls it (in every
+// release: a TODO of xnet_pep_close). So before closing there must be no such socket: one that was shut down is
+// forgotten at the next progress, and a listener that was shut down accepts none.
+bool FabricReceivingEndpoint::refuse() { return sockets_ && shut_down_sockets(endpoint_.address()); }
 
 FabricSendingEndpoint::FabricSendingEndpoint(FabricDomain &domain, const std::string &address)
     : endpoint_(domain),

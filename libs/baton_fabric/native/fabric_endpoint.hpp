@@ -35,13 +35,15 @@ class FabricEndpoint {
 
 class FabricReceivingEndpoint : public ReceivingEndpoint {
   public:
-    explicit FabricReceivingEndpoint(FabricDomain &domain) : endpoint_(domain) {}
+    explicit FabricReceivingEndpoint(FabricDomain &domain);
 
     const std::string &address() const override { return endpoint_.address(); }
+    bool refuse() override;
     void close() override { endpoint_.close(); }
 
   private:
     FabricEndpoint endpoint_;
+    bool sockets_;
 };
 
 class FabricSendingEndpoint : public SendingEndpoint {

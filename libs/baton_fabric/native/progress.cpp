@@ -59,6 +59,9 @@ std::vector<std::pair<uint32_t, uint32_t>> Progress::close_endpoint(uint64_t id)
     }
     // What has arrived already still counts.
     poll(now_ns());
+    while (found->second->refuse()) {
+        poll(now_ns());
+    }
     found->second->close();
     poll(now_ns());
     endpoints_.erase(found);
