@@ -471,8 +471,7 @@ async def run_schedules(seeds: Iterable[int], transport: str, head_dim: int) -> 
             try:
                 await made.run(schedule)
             except BaseException as error:
-                error.add_note(
-                    f"python tests/bench/fault_schedules.py --transport {transport} --seed {seed} --schedules 1: {schedule}"
-                )
+                again = f"--transport {transport} --seed {seed} --schedules 1"
+                error.add_note(f"python tests/bench/fault_schedules.py {again}: {schedule}")
                 raise
         return made.outcomes

@@ -65,10 +65,8 @@ class Runs:
         except Exception:
             self.failed.append(seed)
             traceback.print_exc()
-            print(
-                f"FAILED: python {sys.argv[0]} --transport {self._transport} --seed {seed} --schedules 1\n  {draw(seed)}",
-                flush=True,
-            )
+            again = f"--transport {self._transport} --seed {seed} --schedules 1"
+            print(f"FAILED: python {sys.argv[0]} {again}\n  {draw(seed)}", flush=True)
 
     @property
     def seconds(self) -> float:
