@@ -269,5 +269,6 @@ def test_an_endpoint_may_be_closed_while_its_peer_connects(monkeypatch: pytest.M
             both.connect()
         transfer = both.open([1], [2])
         both.sender.engine.submit_chunks([(transfer, 0, 0, 1, True)])
-        arrived, sent = both.receiver.bytes[:, 2], both.sender.bytes[:, 1]
-        wait_until(lambda: np.array_equal(arrived, sent), "the next one arrives")
+        wait_until(
+            lambda: np.array_equal(both.receiver.bytes[:, 2], both.sender.bytes[:, 1]), "the next transfer arrives"
+        )
