@@ -21,7 +21,7 @@ from kv_sides import DIM, Side, tokens_of
 LAYERS, PAGES, HEADS = 3, 24, 3
 
 
-@pytest.fixture(scope="module", params=fabrics("tcp", "shm"))
+@pytest.fixture(scope="module", params=fabrics("tcp", "shm", "local"))
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Agent]]:
     """A prefill and a decode node's agent, which serve one pair of workers after the other."""
     # Not tmp_path: the paths of unix sockets must be short.

@@ -223,8 +223,9 @@ async def test_colocated(checkpoint: Path, tmp_path: Path) -> None:
         assert {service["name"] for service in running.services()} == {"gateway", "decode-0", "decode-1"}
 
 
-async def test_two_of_each_in_bfloat16_over_shared_memory(checkpoint: Path, tmp_path: Path) -> None:
-    options = ("--prefill", "2", "--decode", "2", "--dtype", "bfloat16", "--transport", "shm")
+@pytest.mark.parametrize("transport", ["shm", "local"])
+async def test_two_of_each_in_bfloat16_over_shared_memory(checkpoint: Path, tmp_path: Path, transport: str) -> None:
+    options = ("--prefill", "2", "--decode", "2", "--dtype", "bfloat16", "--transport", transport)
     async with up(checkpoint, tmp_path, *options) as running:
         await check_answers(running, checkpoint, exact=False)
         used = await asyncio.gather(*(running.worker_of([5 + index] * 100) for index in range(4)))

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -371,6 +372,43 @@ def test_one_engine_can_send_to_itself() -> None:
         both.sender.wait(InboxFull)
         both.sender.wait(TransferDone)
         assert (both.receiver.bytes[:, 8] == both.sender.bytes[:, 6]).all()
+
+
+def test_what_a_receiver_did_before_it_closed_is_done(both: Pair, receiver: Receiver) -> None:
+    """Its last confirmation and its end are seen together."""
+    engine = both.sender.engine
+    peer = engine.connect(receiver.address)
+    receiver.accept()
+    for transfer, page in ((5, 1), (6, 2)):
+        engine.open_transfer(transfer, peer, 3, 0, both.sender.counter, 4, [both.stream()], [page], [page])
+    engine.submit_chunks([(5, 0, 0, 1, True), (6, 0, 0, 1, True)])
+    both.run_step(0)
+    wait_until(lambda: receiver.ring.word(HEAD) == 8, "all layers of both are asked for")
+    receiver.ring.set_word(TAIL, 7)
+    receiver.socket.close()
+    (failed,) = both.sender.wait(TransferFailed)
+    both.sender.wait(TransferDone)
+    assert not failed.quiesced
+    assert both.sender.metric("delivery_completions") == 7
+
+
+def test_connections_and_endpoints_leave_nothing_behind(both: Pair) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def once() -> None:
+        both.receiver.engine.close_endpoint(both.endpoint)
+        both.sender.wait(PeerFailed)
+        both.sender.engine.disconnect(both.peer)
+        serves(both)
+        both.sender.wait(TransferDone)
+
+    once()
+    before = descriptors()
+    for _ in range(100):
+        once()
+    assert descriptors() == before
+    assert Path("/proc/self/maps").read_text().count("memfd:baton-ring") == 2
 
 
 def test_local_needs_no_libfabric_and_has_one_name() -> None:

@@ -106,9 +106,10 @@ size_t LocalDomain::poll(Completions &completions) {
         busy_polls_ = 0;
         read_sockets();
     }
-    // An endpoint that is lost may be closed by who hears it.
+    // An endpoint that is lost may be closed by who hears it. What the receiver did before it went is done.
     for (LocalSendingEndpoint *sender : senders_) {
         if (auto detail = sender->take_loss()) {
+            total += sender->reap(completions);
             lost_.emplace_back(sender->peer(), std::move(*detail));
         }
     }

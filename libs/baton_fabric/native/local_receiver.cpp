@@ -1,5 +1,6 @@
 #include "local_receiver.hpp"
 
+#include "error.hpp"
 #include "local_socket.hpp"
 
 #include <algorithm>
@@ -31,7 +32,7 @@ void LocalReceivingEndpoint::readable() {
         UniqueFd socket = accept_from(listener_.get(), error);
         if (socket) {
             if (connections_.size() < kMostConnections) {
-                connections_.push_back(std::make_unique<LocalConnection>(domain_, std::move(socket)));
+                connect(std::move(socket));
             }
         } else if (error == EAGAIN) {
             return;
@@ -39,6 +40,14 @@ void LocalReceivingEndpoint::readable() {
             // Waiting connections would keep us awake; so they are refused, and their senders hear of it.
             listener_ = UniqueFd();
         }
+    }
+}
+
+void LocalReceivingEndpoint::connect(UniqueFd socket) {
+    try {
+        connections_.push_back(std::make_unique<LocalConnection>(domain_, std::move(socket)));
+    } catch (const Error &) {
+        // It can't be waited for; its sender sees it closed.
     }
 }
 

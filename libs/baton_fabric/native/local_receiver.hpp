@@ -27,6 +27,7 @@ class LocalReceivingEndpoint : public ReceivingEndpoint, private LocalSocket {
 
   private:
     void readable() override;
+    void connect(UniqueFd socket);
 
     LocalDomain &domain_;
     std::string address_;
