@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 PROMPT ?=
 
-.PHONY: help demo serve test gpu-check lint format setup setup-dev clean distclean
+.PHONY: help demo serve test test-rdma gpu-check lint format setup setup-dev clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: setup-dev ## the whole test suite
 
 gpu-check: setup-dev ## on a machine with a GPU: what of Baton needs one
 	@$(BIN)/python scripts/gpu_check.py $(ARGS)
+
+test-rdma: setup-dev ## the transport over verbs, on Soft-RoCE in an emulated machine
+	@scripts/rdma/test.sh $(ARGS)
 
 lint: setup-dev ## style, types, layers, protos
 	$(BIN)/ruff check libs services tests scripts

@@ -27,10 +27,12 @@ from baton_fabric.errors import FabricError
 from baton_memory import LayerCounter, SharedMemory
 
 # The same tests run over other fabrics: providers, separated by commas, and the local address to bind to. Where one is
-# emulated, everything takes longer.
+# emulated, everything takes so many times longer.
 FABRICS = [each for each in os.environ.get("BATON_TEST_FABRICS", "").split(",") if each]
 NODE = os.environ.get("BATON_TEST_NODE", "127.0.0.1")
 SLOWNESS = float(os.environ.get("BATON_TEST_SLOWNESS", "1"))
+# Of such a size that some dozens of them are in flight for a while.
+LARGE_PAGE = int((1 << 20) / SLOWNESS)
 
 DEADLINE_S = 20.0 * SLOWNESS
 

@@ -5,12 +5,13 @@
 #
 # The machine sees this one's files, read-only, and this checkout at the same path; /tmp, /run and /dev/shm are its own.
 # It is QEMU with Debian's kernel, both installed or unpacked when missing, and needs neither KVM nor root, but for the
-# installation. BATON_RDMA_SECONDS limits it (default 540), BATON_RDMA_MEMORY is its memory (default 2G).
+# installation. BATON_RDMA_SECONDS limits it (default 590), BATON_RDMA_MEMORY is its memory (default 2G), BATON_RDMA_NICE
+# its niceness (default 0), BATON_RDMA_CPU its processor (default Nehalem).
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 CHECKOUT="$(cd "$HERE/../.." && pwd)"
 WORK="$CHECKOUT/build/rdma"
-SECONDS_LIMIT="${BATON_RDMA_SECONDS:-540}"
+SECONDS_LIMIT="${BATON_RDMA_SECONDS:-590}"
 MEMORY="${BATON_RDMA_MEMORY:-2G}"
 PATH="$PATH:/usr/sbin:/sbin"
 
@@ -112,7 +113,7 @@ date +%s >"$EXCHANGE/time"
 
 # Nehalem is the least that numpy's wheels run on; wider vectors are only slower to emulate.
 set +e
-timeout --foreground "$SECONDS_LIMIT" nice -n "${BATON_RDMA_NICE:-10}" qemu-system-x86_64 \
+timeout --foreground "$SECONDS_LIMIT" nice -n "${BATON_RDMA_NICE:-0}" qemu-system-x86_64 \
     -machine pc -accel tcg,tb-size=256 -cpu "${BATON_RDMA_CPU:-Nehalem}" -smp 1 -m "$MEMORY" \
     -nodefaults -no-user-config -no-reboot -display none -serial stdio -monitor none \
     -kernel "$WORK/vmlinuz" -initrd "$WORK/initramfs.cpio" \
@@ -120,7 +121,7 @@ timeout --foreground "$SECONDS_LIMIT" nice -n "${BATON_RDMA_NICE:-10}" qemu-syst
     -virtfs local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap \
     -virtfs "local,path=$CHECKOUT,mount_tag=checkout,security_model=none,readonly=on,multidevs=remap" \
     -virtfs "local,path=$EXCHANGE,mount_tag=exchange,security_model=none" \
-    </dev/null | tr -d '\r'
+    </dev/null | sed -u 's/\r$//'
 ended="${PIPESTATUS[0]}"
 set -e
 [ "$ended" -ne 124 ] || fail "the guest was stopped after $SECONDS_LIMIT s"

@@ -19,6 +19,7 @@ mount -t 9p -o "$share,ro,cache=loose" root /host || die "the machine's files ca
 cd /host || die "no /host"
 mount -t proc none proc
 mount -t sysfs none sys
+mount -t configfs none sys/kernel/config
 mount -t devtmpfs none dev
 for directory in tmp run var/tmp; do
     [ ! -d "$directory" ] || mount -t tmpfs none "$directory"

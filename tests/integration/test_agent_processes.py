@@ -272,7 +272,8 @@ async def test_a_stopped_agent_holds_nobody_up(directory, transport, side):
         else:
             pair.decode.freeze()
             pair.source.counter.advance(LAYERS)
-            await pair.sender.event("transfer_failed")
+            # An RDMA device goes on without its process.
+            await pair.sender.event("transfer_done" if transport == "verbs" else "transfer_failed")
         assert time.monotonic() - began < 5 * SLOWNESS
         getattr(pair, side).signal(signal.SIGCONT)
         # Both go on to serve.

@@ -11,9 +11,9 @@ import pytest
 from baton_fabric._native import InboxFull, TransferDone
 from baton_fabric.engine import Placement
 from baton_fabric.errors import FabricError
-from fabric_harness import Pair, pair
+from fabric_harness import Pair, fabrics, pair
 
-PROVIDERS = ["tcp", "shm", "local"]
+PROVIDERS = fabrics("tcp", "shm", "local")
 LAYERS, PAGES, PAGE = 4, 64, 4096
 
 
