@@ -1,5 +1,5 @@
 """Random fault schedules over a real transport: four agents with real memory, transfers between any two of them,
-cancels and closings at any moment, and faults at every post, completion and arrival.
+cancels, closings and ends of sessions at any moment, and faults at every post, completion and arrival.
 
 A schedule is drawn from its seed. Whatever happened, afterwards:
 * each transfer ended once, on either side, and nothing waits any more;
@@ -78,6 +78,8 @@ class Schedule:
     transfers: tuple[Planned, ...]
     faults: tuple[FaultPlan, ...]
     release_ms: float
+    # Whose model processes end, and come again, after so many milliseconds.
+    leaves: tuple[tuple[int, float], ...]
 
 
 def draw(seed: int) -> Schedule:
@@ -87,7 +89,8 @@ def draw(seed: int) -> Schedule:
         FaultPlan(tuple(_fault(rng) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))), rng.getrandbits(32))
         for _ in range(AGENTS)
     )
-    return Schedule(seed, transfers, faults, rng.uniform(0, 60))
+    leaves = ((rng.randrange(AGENTS), rng.uniform(0, 30)),) if rng.random() < 0.25 else ()
+    return Schedule(seed, transfers, faults, rng.uniform(0, 60), leaves)
 
 
 def _transfer(rng: random.Random) -> Planned:
@@ -191,9 +194,34 @@ class Node:
     service: TransferAgentService
     cache: Cache
     worker: Worker
+    target: str
     # Transfers and inboxes that this node opened, and whether it gave them up itself.
     sent: dict[int, bool] = field(default_factory=dict)
     received: dict[tuple[int, int], bool] = field(default_factory=dict)
+
+    # Whose sessions ended within this schedule.
+    former: list[Worker] = field(default_factory=list)
+
+    async def attach(self) -> None:
+        await self.worker.describe()
+        await self.cache.attach(self.worker.handoff_path, self.worker.session, head_dim=self.cache.head_dim)
+        self.worker.follow()
+        await self.worker.event("session_ready")
+
+    async def renew(self) -> None:
+        """The model process ends, and another takes its place."""
+        old, self.worker = self.worker, Worker(self.target)
+        self.worker.agent = old.agent
+        self.sent = dict.fromkeys(self.sent, True)
+        self.received = dict.fromkeys(self.received, True)
+        self.cache.leave()
+        await _over(old)
+        self.former.append(old)
+        await self.attach()
+
+    async def close_former(self) -> None:
+        while self.former:
+            await self.former.pop().close()
 
     @property
     def at_rest(self) -> bool:
@@ -208,15 +236,13 @@ async def node(directory: Path, name: str, transport: str, head_dim: int) -> Asy
     cache = Cache(head_dim)
     try:
         await service.start()
-        worker = Worker(addresses.socket)
+        made = Node(engine, service, cache, Worker(addresses.socket), addresses.socket)
         try:
-            await worker.describe()
-            await cache.attach(worker.handoff_path, worker.session, head_dim=head_dim)
-            worker.follow()
-            await worker.event("session_ready")
-            yield Node(engine, service, cache, worker)
+            await made.attach()
+            yield made
         finally:
-            await worker.close()
+            await made.close_former()
+            await made.worker.close()
     finally:
         await service.stop()
         await engine.close()
@@ -237,6 +263,8 @@ class Fleet:
                 for number, planned in enumerate(schedule.transfers):
                     group.create_task(_Run(self, planned, number).run())
                 group.create_task(self._release(schedule.release_ms))
+                for number, after_ms in schedule.leaves:
+                    group.create_task(self._leave(self.nodes[number], after_ms))
         except TimeoutError:
             raise Broken(f"still waiting after {PATIENCE:g} s: {self._levels()}") from None
         except BaseExceptionGroup as failures:
@@ -247,12 +275,19 @@ class Fleet:
                 each.engine.set_faults(FaultPlan())
         await until(lambda: all(each.at_rest for each in self.nodes), "rest", PATIENCE)
         self._account()
+        for each in self.nodes:
+            await each.close_former()
         await self._serves(schedule.seed)
 
     async def _release(self, after_ms: float) -> None:
         await asyncio.sleep(after_ms / 1000)
         for each in self.nodes:
             each.engine.release_faults()
+
+    async def _leave(self, node: Node, after_ms: float) -> None:
+        await asyncio.sleep(after_ms / 1000)
+        await node.renew()
+        self.outcomes["session ended"] += 1
 
     def _levels(self) -> list[tuple[int, int, int]]:
         return [
@@ -268,7 +303,7 @@ class Fleet:
 
     def _one_end_each(self, number: int, each: Node) -> None:
         ends: Counter[Any] = Counter()
-        for event in each.worker.events:
+        for event in (event for worker in (*each.former, each.worker) for event in worker.events):
             kind = event.WhichOneof("event")
             if kind in ("inbox_full", "inbox_failed"):
                 inbox = getattr(event, kind)
@@ -307,6 +342,8 @@ class _Run:
         self._planned = planned
         self._owner = f"transfer {number}"
         self._source, self._destination = fleet.nodes[planned.source], fleet.nodes[planned.destination]
+        # Those of the sessions in which the transfer is opened.
+        self._sender, self._receiver = self._source.worker, self._destination.worker
         self._sent: asyncio.Event = asyncio.Event()
         self._bytes: Any = None
         self.delivered = False
@@ -314,20 +351,19 @@ class _Run:
 
     async def run(self) -> None:
         await asyncio.sleep(self._planned.start_ms / 1000)
+        self._sender, self._receiver = self._source.worker, self._destination.worker
         try:
             target = self._destination.cache.take(self._planned.pages, self._owner + " in")
         except PoolExhausted:
             return
         try:
             checked = (target, self._planned.pages * PAGE_SIZE) if self._planned.checksum else None
-            inbox = await self._destination.worker.open_inbox(
-                self._source.worker.agent, extents(self._planned.pages), checked
-            )
+            inbox = await self._receiver.open_inbox(self._sender.agent, extents(self._planned.pages), checked)
         except RemoteError as error:
             self._end(f"inbox refused: {error.reason}")
             self._destination.cache.let_go(target, self._owner + " in")
             return
-        self._destination.received[inbox.slot, inbox.generation] = False
+        self._destination.received[inbox.slot, inbox.generation] = self._receiver is not self._destination.worker
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send(inbox, target))
             group.create_task(self._receive(inbox, target))
@@ -339,7 +375,7 @@ class _Run:
     # --- the sending worker -----------------------------------------------------------------------------------------
 
     async def _send(self, inbox: agent_pb2.InboxDescriptor, target: list[int]) -> None:
-        cache, worker, owner = self._source.cache, self._source.worker, self._owner + " out"
+        cache, worker, owner = self._source.cache, self._sender, self._owner + " out"
         try:
             pages = cache.take(self._planned.pages, owner)
         except PoolExhausted:
@@ -351,9 +387,15 @@ class _Run:
         except RemoteError as error:
             self._end(f"transfer refused: {error.reason}")
         else:
-            self._source.sent[transfer] = False
-            await self._steps(transfer)
-            if self._planned.gives_up == "sender":
+            self._source.sent[transfer] = worker is not self._source.worker
+            try:
+                await self._steps(transfer)
+            except RemoteError as error:
+                # The session's end is the proof that nothing reads the pages any more.
+                if error.reason != "UNKNOWN_SESSION":
+                    raise
+                await _over(worker)
+            if self._planned.gives_up == "sender" and worker.ended is None:
                 self._source.sent[transfer] = True
                 await worker.cancel(transfer)
                 self._end("sender: gave up")
@@ -363,7 +405,7 @@ class _Run:
         self._sent.set()
 
     async def _steps(self, transfer: int) -> None:
-        cache, worker, planned = self._source.cache, self._source.worker, self._planned
+        cache, worker, planned = self._source.cache, self._sender, self._planned
         first = 0
         for number, pages in enumerate(planned.chunks):
             if planned.gives_up == "sender" and number == planned.after:
@@ -383,13 +425,15 @@ class _Run:
 
     async def _transfer_end(self, transfer: int) -> str:
         wanted = ("transfer_done", "transfer_failed")
-        event = await _first(self._source.worker, wanted, lambda event: event.transfer == transfer)
+        event = await _first(self._sender, wanted, lambda event: event.transfer == transfer)
+        if event is None:
+            return "session ended"
         return "done" if isinstance(event, agent_pb2.TransferDone) else event.reason
 
     # --- the receiving worker ---------------------------------------------------------------------------------------
 
     async def _receive(self, inbox: agent_pb2.InboxDescriptor, target: list[int]) -> None:
-        cache, worker, planned = self._destination.cache, self._destination.worker, self._planned
+        cache, worker, planned = self._destination.cache, self._receiver, self._planned
         key = inbox.slot, inbox.generation
         ended = asyncio.create_task(
             _first(worker, ("inbox_full", "inbox_failed"), lambda event: (event.slot, event.generation) == key)
@@ -405,12 +449,15 @@ class _Run:
             if ended.done() and isinstance(ended.result(), agent_pb2.InboxFull):
                 self._check(target)
                 self._end("receiver: full")
+            elif ended.done() and ended.result() is None:
+                self._end("receiver: session ended")
             elif ended.done():
                 self._end(f"receiver: {ended.result().reason}")
             else:
                 self._destination.received[key] = True
                 self._end("receiver: gave up")
-            if not ended.done() or not (self.delivered or ended.result().quiesced):
+            over = worker.ended is not None or self.delivered
+            if not over and (not ended.done() or not ended.result().quiesced):
                 await self._close(inbox)
         finally:
             ended.cancel()
@@ -421,8 +468,10 @@ class _Run:
     async def _close(self, inbox: agent_pb2.InboxDescriptor) -> None:
         while True:
             try:
-                outcome = await self._destination.worker.close_inbox(inbox)
+                outcome = await self._receiver.close_inbox(inbox)
             except RemoteError as error:
+                if self._receiver.ended is not None:
+                    return
                 if error.reason not in ("FENCE_FAILED", "DEADLINE_EXCEEDED"):
                     raise
             else:
@@ -435,8 +484,15 @@ class _Run:
         self.delivered = True
 
 
+async def _over(worker: Worker) -> None:
+    """Until the session has ended: nothing touches its memory any more."""
+    end = await worker.end()
+    if end != "OK":
+        raise Broken(f"a session ended with {end}")
+
+
 async def _first(worker: Worker, kinds: Sequence[str], wanted: Any) -> Any:
-    """The first event of one of these kinds, whenever it comes."""
+    """The first event of one of these kinds, whenever it comes; None if the session ends without."""
 
     def find() -> Any:
         for event in worker.events:
@@ -446,7 +502,8 @@ async def _first(worker: Worker, kinds: Sequence[str], wanted: Any) -> Any:
         return None
 
     async with worker.changed:
-        return await worker.changed.wait_for(find)
+        await worker.changed.wait_for(lambda: find() is not None or worker.ended is not None)
+        return find()
 
 
 @asynccontextmanager
