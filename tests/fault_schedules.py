@@ -70,6 +70,8 @@ class Planned:
     pause_ms: float
     start_ms: float
     checksum: bool = False
+    # Neighbours leave as one write, and a batch of one write is never half posted.
+    scattered: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def _transfer(rng: random.Random) -> Planned:
     pages = rng.randint(1, 6)
     cuts = sorted(rng.sample(range(1, pages), rng.randint(0, min(2, pages - 1))))
     chunks = tuple(b - a for a, b in zip([0, *cuts], [*cuts, pages], strict=True))
-    gives_up = rng.choice(("nobody", "nobody", "nobody", "sender", "receiver"))
+    gives_up = rng.choice(("nobody", "nobody", "nobody", "sender", "receiver", "receiver"))
     return Planned(
         source,
         destination,
@@ -110,6 +112,7 @@ def _transfer(rng: random.Random) -> Planned:
         rng.choice((0.0, rng.uniform(0, 5))),
         rng.choice((0.0, rng.uniform(0, 20))),
         rng.random() < 0.3,
+        rng.random() < 0.7,
     )
 
 
@@ -356,6 +359,8 @@ class _Run:
             target = self._destination.cache.take(self._planned.pages, self._owner + " in")
         except PoolExhausted:
             return
+        if self._planned.scattered:
+            self._destination.cache.random.shuffle(target)
         try:
             checked = (target, self._planned.pages * PAGE_SIZE) if self._planned.checksum else None
             inbox = await self._receiver.open_inbox(self._sender.agent, extents(self._planned.pages), checked)
