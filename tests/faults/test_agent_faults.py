@@ -1,4 +1,4 @@
-"""An agent whose settings put faults at its fabric: a process as any other, whose failures are answered as real ones."""
+"""An agent whose settings put faults at its fabric: a process whose failures are answered as real ones."""
 
 import json
 import subprocess
