@@ -155,6 +155,7 @@ class AgentMetrics(_Catalogue):
         self.transfers = self._counter("transfers_total", "Transfers that ended at the sender", "outcome")
         self.open_inboxes = self._gauge("open_inboxes", "Transfers being received")
         self.inboxes = self._counter("inboxes_total", "Inboxes that were closed", "outcome")
+        # Outcome: match, mismatch, failed.
         self.checksums = self._counter(
             "checksums_total", "Transfers whose bytes were compared with the sender's checksum of them", "outcome"
         )
@@ -205,6 +206,7 @@ FABRIC_COUNTERS: dict[str, str] = {
     "late_chunks": "Chunk plans for transfers that had ended",
     "receive_errors": "Errors on receiving endpoints",
     "wakeups": "Times the progress thread woke up",
+    "faults": "Posts, completions and arrivals that a test's faults changed",
 }
 
 

@@ -264,12 +264,18 @@ class Receiver(WorkingActor):
         inbox = self._inboxes.get(message.key)
         if inbox is None:
             return
-        match = message.checksum == inbox.checksum
-        self._metrics.checksums.labels("match" if match else "mismatch").inc()
-        if not match:
-            slot, ours = message.key.slot, message.checksum
-            logger.error("slot %d: the checksum is %s here and %s at the sender", slot, ours, inbox.checksum)
-        self._do(inbox, inbox.life.full() if match else inbox.life.mismatched())
+        if message.checksum is None:
+            self._metrics.checksums.labels("failed").inc()
+            self._do(inbox, inbox.life.mismatched("CHECKSUM_FAILED"))
+        elif message.checksum != inbox.checksum:
+            logger.error(
+                "slot %d: checksum %#x, the sender's is %#x", message.key.slot, message.checksum, inbox.checksum
+            )
+            self._metrics.checksums.labels("mismatch").inc()
+            self._do(inbox, inbox.life.mismatched())
+        else:
+            self._metrics.checksums.labels("match").inc()
+            self._do(inbox, inbox.life.full())
 
     @handles
     async def peer_lost(self, message: PeerLost) -> None:

@@ -1,4 +1,6 @@
-"""A prefill worker and a decode worker whose pages have different sizes give the colocated cluster's tokens."""
+"""A prefill worker and a decode worker whose pages have different sizes give the colocated cluster's tokens.
+
+Checksums say that the bytes are the same, too."""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ async def test_the_same_tokens(colocated: Cluster) -> None:
         "BATON_PREFILL__CHUNK_TOKENS": "256",
         "BATON_PREFILL__THREADS": "1",
         "BATON_DECODE__THREADS": "1",
+        "BATON_DECODE__CHECKSUM": "crc32c",
     }
     async with running_cluster(settings=settings) as cluster:
         for tokens in LENGTHS:
@@ -31,3 +34,6 @@ async def test_the_same_tokens(colocated: Cluster) -> None:
             assert ours.timeline is not None
             assert not ours.timeline.local_prefill
             assert ours.timeline.transfer.pages == -(-(tokens - 1) // min(prefill, decode))
+        samples = await cluster.metrics("agent-decode-0")
+        checked = {name: value for name, value in samples.items() if name.startswith("baton_agent_checksums_total")}
+        assert checked == {'baton_agent_checksums_total{outcome="match"}': len(LENGTHS)}

@@ -210,6 +210,19 @@ async def test_a_checksum_that_can_not_be_made_fails_the_transfer(monkeypatch) -
         assert (heard.slot, heard.reason, heard.quiesced) == (inbox.slot, "CHECKSUM_FAILED", True)
 
 
+async def test_a_receiver_that_can_not_make_one_fails_the_transfer(monkeypatch) -> None:
+    async def fail(*_: Any) -> int:
+        raise FabricError("no", "INTERNAL", "ENGINE_FAILED")
+
+    monkeypatch.setattr(Checksums, "of_destination", fail)
+    async with sides() as pair:
+        inbox, transfer = await pair.open([1], [2])
+        await pair.send(transfer, 1)
+        heard = await pair.target.worker.event("inbox_failed")
+        assert (heard.slot, heard.reason, heard.quiesced) == (inbox.slot, "CHECKSUM_FAILED", True)
+        assert pair.target.compared() == {"failed": 1}
+
+
 async def test_what_can_not_be_checked_is_refused() -> None:
     async with sides() as pair:
         sender, receiver = pair.source.worker.agent, pair.target.worker

@@ -104,11 +104,12 @@ class InboxLife:
             return []
         return self._finish(Proof.FULL)
 
-    def mismatched(self) -> list[Action]:
-        """Every expected extent has arrived, and the bytes are not those that were sent. Instead of `full`."""
+    def mismatched(self, reason: str = "CHECKSUM_MISMATCH") -> list[Action]:
+        """Every expected extent has arrived, and the bytes are not those that were sent, or nobody can say whether they
+        are. Instead of `full`."""
         if self.stage in (Stage.OPENING, Stage.CLOSED) or not self._trusted:
             return []
-        self._decide(Outcome.FAILED, "CHECKSUM_MISMATCH")
+        self._decide(Outcome.FAILED, reason)
         return self._finish(Proof.FULL, whole=False)
 
     def violated(self) -> list[Action]:
