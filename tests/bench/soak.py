@@ -177,12 +177,12 @@ def run(report: Report, allocator: Allocator, transfers: int, minutes: float) ->
         warm = (0, 0)
         reconnects = 0
         batch = 0
-        # A tenth to get warm: pools grow, memory is touched.
+        # A tenth to get warm: pools grow, memory is touched, every slot is used once.
         while batch * AT_A_TIME < transfers if not minutes else time.monotonic() < end:
             soak.batch(soak.mishap(batch))
             batch += 1
             left = (end - time.monotonic()) / 60 / minutes if minutes else 1 - batch * AT_A_TIME / transfers
-            if left < 0.9 and warm == (0, 0):
+            if left < 0.9 and warm == (0, 0) and batch * AT_A_TIME > SLOTS:
                 warm = resident_bytes(), allocator.live()
                 reconnects = soak.reconnects
         grown = resident_bytes() - warm[0], allocator.live() - warm[1]

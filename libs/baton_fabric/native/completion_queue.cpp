@@ -88,6 +88,10 @@ size_t CompletionQueue::poll(Completions &completions, std::vector<CompletionErr
             }
         }
         total += static_cast<size_t>(count);
+        // Read empty, and the next read makes progress first, which costs system calls: the caller has more to do.
+        if (count < static_cast<ssize_t>(kBatch)) {
+            break;
+        }
     }
     return total;
 }

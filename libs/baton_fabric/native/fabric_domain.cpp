@@ -28,19 +28,15 @@ FabricDomain::FabricDomain(const std::string &provider, const std::string &node,
     domain_.reset(domain);
 
     auto first = std::make_shared<CompletionQueue>(fabric_.get(), domain_.get());
-    if (first->wait_fd() >= 0) {
-        wait_set_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
-        if (!wait_set_) {
-            throw system_call_failed("epoll_create1");
-        }
-    }
     // An rxm endpoint of libfabric 1.17 that is closed stays part of its queue's wait object: the next fi_trywait reads
     // freed memory. So the endpoints of a layered provider ("tcp;ofi_rxm") have queues that are closed with them.
     if (capabilities_.provider.find(';') == std::string::npos) {
         shared_ = std::move(first);
         queues_.push_back(shared_);
-        if (wait_set_) {
-            watch(*shared_);
+    } else if (first->wait_fd() >= 0) {
+        wait_set_ = UniqueFd(epoll_create1(EPOLL_CLOEXEC));
+        if (!wait_set_) {
+            throw system_call_failed("epoll_create1");
         }
     }
 }

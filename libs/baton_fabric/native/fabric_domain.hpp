@@ -28,7 +28,7 @@ class FabricDomain : public Domain {
     std::unique_ptr<ReceivingEndpoint> open_endpoint() override;
     std::unique_ptr<SendingEndpoint> connect(const std::string &address, uint64_t peer) override;
     size_t poll(Completions &completions) override;
-    int wait_fd() const override { return wait_set_.get(); }
+    int wait_fd() const override { return shared_ ? shared_->wait_fd() : wait_set_.get(); }
     bool may_block() override;
 
   private:
@@ -42,7 +42,7 @@ class FabricDomain : public Domain {
     KeySource keys_;
     UniqueFid<fid_fabric> fabric_;
     UniqueFid<fid_domain> domain_;
-    UniqueFd wait_set_;  // an epoll of the queues' descriptors
+    UniqueFd wait_set_;  // an epoll of the queues' descriptors, where they are several
     std::shared_ptr<CompletionQueue> shared_;
     std::vector<std::weak_ptr<CompletionQueue>> queues_;
     std::vector<struct fid *> wait_fids_;

@@ -17,6 +17,8 @@ constexpr uint64_t kQuietPollNs = 1'000'000;
 constexpr uint64_t kQuietAfterNs = 50'000'000;
 // And for how long after the last arrival although every inbox is full: what arrives then is a violation.
 constexpr uint64_t kArrivalLingerNs = 100'000'000;
+// Before an endpoint is closed: its peer may be writing without end.
+constexpr int kLastPolls = 8;
 
 }  // namespace
 
@@ -58,7 +60,8 @@ std::vector<std::pair<uint32_t, uint32_t>> Progress::close_endpoint(uint64_t id)
         throw unknown("endpoint", "UNKNOWN_ENDPOINT", id);
     }
     // What has arrived already still counts.
-    poll(now_ns());
+    for (int polls = 0; polls < kLastPolls && poll(now_ns()) != 0; ++polls) {
+    }
     while (found->second->refuse()) {
         poll(now_ns());
     }

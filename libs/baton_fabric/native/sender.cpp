@@ -14,7 +14,7 @@ constexpr uint64_t kCoalescedBytes = 1 << 20;
 // A transfer posts at most this much, or one write, before the next has its turn; a peer four times as much.
 constexpr uint64_t kTransferTurnBytes = 256 << 10;
 constexpr uint64_t kPeerTurnBytes = 4 * kTransferTurnBytes;
-constexpr uint32_t kPeerTurnWrites = 32;
+constexpr uint32_t kPeerTurnWrites = 64;
 // One write may be overtaken by others for this many timeouts.
 constexpr uint64_t kOldestWriteTimeouts = 4;
 // A connection that is lost between two writes is shown by nothing but refusals, for ever; one takes milliseconds to
@@ -258,6 +258,11 @@ uint64_t Sender::patience(const Peer &peer) const {
 }
 
 void Sender::check_deadlines(uint64_t now) {
+    // Looks at a whole window.
+    const bool oldest_too = now >= next_oldest_check_ns_;
+    if (oldest_too) {
+        next_oldest_check_ns_ = now + post_timeout_ns_ / 16;
+    }
     for (auto &peer : peers_) {
         if (peer->failed() || !peer->busy()) {
             continue;
@@ -266,7 +271,7 @@ void Sender::check_deadlines(uint64_t now) {
             const bool posted = peer->in_flight() != 0;
             fail(*peer, posted ? "WRITE_TIMEOUT" : "POST_TIMEOUT",
                  posted ? "nothing was completed in time" : "nothing was accepted in time");
-        } else if (const auto oldest = peer->oldest_post_ns();
+        } else if (const auto oldest = oldest_too ? peer->oldest_post_ns() : now;
                    oldest < now && now - oldest >= kOldestWriteTimeouts * post_timeout_ns_) {
             fail(*peer, "WRITE_TIMEOUT", "a write was never completed");
         }

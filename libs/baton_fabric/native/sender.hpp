@@ -72,6 +72,7 @@ class Sender {
     EventQueue &events_;
     Metrics &metrics_;
     uint64_t post_timeout_ns_;
+    uint64_t next_oldest_check_ns_ = 0;
     uint32_t window_;
     WriteLimits limits_;
     uint64_t next_peer_ = 1;
