@@ -49,6 +49,11 @@ class _Watched:
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     alive_at: float = float("-inf")
 
+    @property
+    def is_new(self) -> bool:
+        """Was not asked yet."""
+        return self.alive_at == float("-inf") and self.liveness.misses == 0
+
 
 class Peers(WorkingActor):
     """Owns the channels and the heartbeats."""
@@ -112,7 +117,7 @@ class Peers(WorkingActor):
         fresh = time.monotonic() - 2 * self._options.heartbeat_interval
         if watched is not None and watched.liveness.misses == 0 and watched.alive_at > fresh:
             return
-        answer = await self._heartbeat(peer, max(CONFIRM_TIMEOUT, self._options.heartbeat_timeout), wait_for_ready=True)
+        answer = await self._heartbeat(peer, self._options.heartbeat_timeout, patient=True)
         if answer is Answer.RESTARTED:
             raise StaleDescriptor(peer.incarnation, peer.address)
         if answer is not Answer.ALIVE:
@@ -202,7 +207,7 @@ class Peers(WorkingActor):
         try:
             while True:
                 watched.hurry.clear()
-                answer = await self._heartbeat(peer, self._options.heartbeat_timeout)
+                answer = await self._heartbeat(peer, self._options.heartbeat_timeout, patient=watched.is_new)
                 beat = watched.liveness.judge(answer)
                 if answer is Answer.ALIVE:
                     watched.alive_at = time.monotonic()
@@ -223,10 +228,14 @@ class Peers(WorkingActor):
         logger.warning("agent %#018x at %s: %s", peer.incarnation, peer.address, reason)
         self._on_lost(PeerLost(peer, reason))
 
-    async def _heartbeat(self, peer: Peer, timeout: float, wait_for_ready: bool = False) -> Answer:
+    async def _heartbeat(self, peer: Peer, timeout: float, patient: bool = False) -> Answer:
+        """`patient`: a channel that has just found nobody, and refuses for a while, is no answer: the next incarnation
+        may have come to the address meanwhile."""
         request = agent_pb2.HeartbeatRequest(caller_incarnation=self._incarnation, callee_incarnation=peer.incarnation)
         try:
-            await self._stub(peer).Heartbeat(request, timeout=timeout, wait_for_ready=wait_for_ready)
+            await self._stub(peer).Heartbeat(
+                request, timeout=max(CONFIRM_TIMEOUT, timeout) if patient else timeout, wait_for_ready=patient
+            )
         except grpc.aio.AioRpcError as error:
             failure = RemoteError.from_rpc(error)
             if self._bury_if_wrong(peer, failure):
