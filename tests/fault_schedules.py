@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ OPTIONS = AgentOptions(
     heartbeat_timeout=2.0,
     heartbeat_misses=5,
     idle_timeout=2.0,
+    # So that late immediates meet the next user of their slot.
+    slots=4,
 )
 POST_TIMEOUT_MS = 200
 # The sender is done; how long the receiver waits for what may be lost.
@@ -86,18 +88,28 @@ class Schedule:
 
 def draw(seed: int) -> Schedule:
     rng = random.Random(seed)
-    transfers = tuple(_transfer(rng) for _ in range(rng.randint(2, 8)))
-    faults = tuple(
-        FaultPlan(tuple(_fault(rng) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))), rng.getrandbits(32))
-        for _ in range(AGENTS)
-    )
+    faults = [[_fault(rng) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))] for _ in range(AGENTS)]
+    if rng.random() < 0.7:
+        transfers = [_transfer(rng, *rng.sample(range(AGENTS), 2), 6, 20) for _ in range(rng.randint(2, 8))]
+    else:
+        # One to one, so many that slots are used again while something of their former users is still to come.
+        source, destination = rng.sample(range(AGENTS), 2)
+        transfers = [
+            replace(
+                _transfer(rng, source, destination, 2, 0),
+                start_ms=rng.uniform(0, 80),
+                gives_up=rng.choice(("nobody", "receiver")),
+            )
+            for _ in range(rng.randint(10, 20))
+        ]
+        faults[destination].insert(0, FaultRule("arrival", "delay", ms=rng.uniform(5, 60)))
     leaves = ((rng.randrange(AGENTS), rng.uniform(0, 30)),) if rng.random() < 0.25 else ()
-    return Schedule(seed, transfers, faults, rng.uniform(0, 60), leaves)
+    plans = tuple(FaultPlan(tuple(rules), rng.getrandbits(32)) for rules in faults)
+    return Schedule(seed, tuple(transfers), plans, rng.uniform(0, 120), leaves)
 
 
-def _transfer(rng: random.Random) -> Planned:
-    source, destination = rng.sample(range(AGENTS), 2)
-    pages = rng.randint(1, 6)
+def _transfer(rng: random.Random, source: int, destination: int, most_pages: int, latest_ms: float) -> Planned:
+    pages = rng.randint(1, most_pages)
     cuts = sorted(rng.sample(range(1, pages), rng.randint(0, min(2, pages - 1))))
     chunks = tuple(b - a for a, b in zip([0, *cuts], [*cuts, pages], strict=True))
     gives_up = rng.choice(("nobody", "nobody", "nobody", "sender", "receiver", "receiver"))
@@ -110,7 +122,7 @@ def _transfer(rng: random.Random) -> Planned:
         gives_up,
         rng.randint(0, len(chunks)),
         rng.choice((0.0, rng.uniform(0, 5))),
-        rng.choice((0.0, rng.uniform(0, 20))),
+        rng.choice((0.0, rng.uniform(0, latest_ms))),
         rng.random() < 0.3,
         rng.random() < 0.7,
     )
