@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import mmap
 import os
@@ -94,7 +95,12 @@ class Sender:
 
     def write(self, region: int, source: int, key: int, destination: int, length: int, immediate: int) -> None:
         self.ring.put(region, source, key, destination, length, immediate)
-        self.send(message(WAKE))
+        self.wake()
+
+    def wake(self) -> None:
+        """A receiver that is awake may have seen the ring, and closed, already."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.send(message(WAKE))
 
     def dropped(self) -> bool:
         """Waits until the receiver closes the connection; it says nothing before but wake-ups."""

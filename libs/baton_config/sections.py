@@ -203,8 +203,8 @@ class AgentSettings(Section):
     metrics: str = Field(default="127.0.0.1:9103", description="Address of /metrics and /healthz; empty: none")
     transport: Transport = Field(
         default="auto",
-        description="Fabric provider: tcp; local (all agents on one host, of one user and in one network namespace: "
-        "the fastest there); shm (libfabric's own for one host); verbs (InfiniBand, RoCE); efa; or auto, which is tcp",
+        description="What all agents that transfer to each other have: auto (local to those of the same host and user, "
+        "otherwise tcp), tcp, local alone, verbs (InfiniBand, RoCE), efa, shm (libfabric's own for one host)",
     )
     node: str = Field(
         default="127.0.0.1",

@@ -183,18 +183,18 @@ class Engine:
     ) -> None:
         """Opens the fabric and starts the progress thread. Takes milliseconds.
 
-        provider: "auto" (the same as "tcp" now), "tcp" (the best RDM provider over tcp that libfabric has: tcp, net or
-        tcp;ofi_rxm), "local" (without libfabric, between processes of one user and network namespace: the receiver's
-        thread maps the sender's memory and copies), "shm" (libfabric's own for one host), or any provider name of
-        libfabric; the rxm of libfabric 1.11 to 1.17 can crash the process if an endpoint is closed within a message, so
-        prefer newer ones. node: local address to bind to, ignored by local and shm. spin: the thread never blocks; for
-        a core of its own. post_timeout_ms: a peer that accepts and completes nothing for this long while there is work
-        for it has failed; one write that is older than four times this fails its peer too. device_memory: of the names
-        that provider stands for, prefer one that can register memory of GPUs.
+        provider: "auto" (over local to peers that it can reach, over tcp to others), "tcp" (the best RDM provider over
+        tcp that libfabric has: tcp, net or tcp;ofi_rxm), "local" (without libfabric, between processes of one user and
+        network namespace: the receiver's thread maps the sender's memory and copies), "shm" (libfabric's own for one
+        host), or any provider name of libfabric; the rxm of libfabric 1.11 to 1.17 can crash the process if an endpoint
+        is closed within a message, so prefer newer ones. node: local address to bind to, ignored by local and shm.
+        spin: the thread never blocks; for a core of its own. post_timeout_ms: a peer that accepts and completes nothing
+        for this long while there is work for it has failed; one write that is older than four times this fails its peer
+        too. device_memory: of the names that provider stands for, prefer one that can register memory of GPUs.
         """
     @property
     def provider(self) -> str:
-        """Name of the provider in use, as libfabric gives it."""
+        """Name of the provider in use, as libfabric gives it; with "+local" where auto has both."""
     def capabilities(self) -> dict[str, int | bool | str]:
         """What fi_getinfo said; of local, the same in its terms.
 

@@ -37,13 +37,13 @@ def test_a_node_that_is_not_ours_is_refused() -> None:
     refused("UNAVAILABLE", "PROVIDER_UNAVAILABLE", Engine, "tcp", "203.0.113.1")
 
 
-def test_auto_is_the_best_provider_over_tcp() -> None:
+def test_auto_is_the_best_provider_over_tcp_and_local() -> None:
     engine = Engine()
     try:
         capabilities = engine.capabilities()
         version = libfabric_version()
         expected = "tcp" if version >= (2, 0) else "net" if version >= (1, 17) else "tcp;ofi_rxm"
-        assert engine.provider == capabilities["provider"] == expected
+        assert engine.provider == capabilities["provider"] == f"{expected}+local"
         assert capabilities["cq_data_size"] >= 4
         assert capabilities["wait_fd"] is capabilities["ordered"] is True
         assert 1 <= capabilities["window"] <= capabilities["tx_size"]

@@ -133,7 +133,7 @@ def test_an_entry_outside_a_region_ends_the_connection_and_nothing_else(
 def test_more_entries_than_a_ring_has_end_the_connection(both: Pair, sender: Sender, head: int) -> None:
     sender.hello()
     sender.ring.set_word(HEAD, head)
-    sender.send(message(WAKE))
+    sender.wake()
     assert sender.dropped()
     wait_until(lambda: both.receiver.metric("receive_errors") == 1, "it is counted")
     serves(both)
@@ -252,9 +252,9 @@ def test_what_is_asked_for_by_a_sender_that_has_closed_is_never_counted(length: 
             sender.ring.put(1, 0, both.receiver.key, 0, length, encode(7, 0, 1))
             if length == 8:
                 sender.ring.set_word(TAIL, CLOSED)
-                sender.send(message(WAKE))
+                sender.wake()
             else:
-                sender.send(message(WAKE))
+                sender.wake()
                 wait_until(lambda: bool(both.receiver.bytes[0, 0, 0]) or sender.ring.word(TAIL) == 1, "it begins")
             taken = sender.ring.word(TAIL) == 1
         both.receiver.engine.close_endpoint(both.endpoint)

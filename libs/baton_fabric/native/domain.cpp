@@ -1,7 +1,6 @@
 #include "domain.hpp"
 
-#include "fabric_domain.hpp"
-#include "local_domain.hpp"
+#include "auto_domain.hpp"
 
 namespace baton::fabric {
 
@@ -9,7 +8,12 @@ std::unique_ptr<Domain> open_domain(const std::string &provider, const std::stri
     if (provider == LocalDomain::kName) {
         return std::make_unique<LocalDomain>();
     }
-    return std::make_unique<FabricDomain>(provider, node, device_memory);
+    auto fabric = std::make_unique<FabricDomain>(provider, node, device_memory);
+    // The local transport can't copy from or to a GPU's memory.
+    if (provider == "auto" && !device_memory) {
+        return AutoDomain::over(std::move(fabric));
+    }
+    return fabric;
 }
 
 }  // namespace baton::fabric

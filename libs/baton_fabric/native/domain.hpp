@@ -74,8 +74,9 @@ class Domain {
     virtual bool may_block() = 0;
 };
 
-// `provider`: "local", or see find_provider. `node`: the local address to bind to; local needs none. `device_memory`
-// prefers a provider that can register memory of GPUs. Throws Error(PROVIDER_UNAVAILABLE).
+// `provider`: "local"; "auto", which is tcp and local at once; or see find_provider. `node`: the local address to bind
+// to; local needs none. `device_memory` prefers a provider that can register memory of GPUs. Throws
+// Error(PROVIDER_UNAVAILABLE).
 std::unique_ptr<Domain> open_domain(const std::string &provider, const std::string &node, bool device_memory);
 
 }  // namespace baton::fabric

@@ -44,6 +44,9 @@ class SendingEndpoint {
     // until the completion.
     virtual ssize_t post(const Write &write, uint32_t immediate, bool delivery_complete, void *context) = 0;
 
+    // Writes in flight beyond which throughput does not grow.
+    virtual uint64_t window() const = 0;
+
     // Readable once the process behind the address has ended; -1 where that is not known, or Completions::lost tells.
     virtual int process_fd() const { return -1; }
 };

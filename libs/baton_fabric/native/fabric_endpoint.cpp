@@ -91,7 +91,8 @@ bool FabricReceivingEndpoint::refuse() { return sockets_ && shut_down_sockets(en
 FabricSendingEndpoint::FabricSendingEndpoint(FabricDomain &domain, const std::string &address)
     : endpoint_(domain),
       peer_(endpoint_.insert(address)),
-      process_(watch_process(process_of(domain.capabilities(), address))) {}
+      process_(watch_process(process_of(domain.capabilities(), address))),
+      window_(domain.capabilities().useful_window) {}
 
 ssize_t FabricSendingEndpoint::post(const Write &write, uint32_t immediate, bool delivery_complete, void *context) {
     iovec local{const_cast<void *>(write.source), write.length};

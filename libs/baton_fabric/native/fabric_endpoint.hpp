@@ -52,11 +52,13 @@ class FabricSendingEndpoint : public SendingEndpoint {
 
     ssize_t post(const Write &write, uint32_t immediate, bool delivery_complete, void *context) override;
     int process_fd() const override { return process_.get(); }
+    uint64_t window() const override { return window_; }
 
   private:
     FabricEndpoint endpoint_;
     fi_addr_t peer_;
     UniqueFd process_;
+    uint64_t window_;
 };
 
 }  // namespace baton::fabric

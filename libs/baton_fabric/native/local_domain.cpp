@@ -42,12 +42,19 @@ LocalDomain::LocalDomain() : keys_(sizeof(uint64_t)), sockets_(epoll_create1(EPO
 }
 
 std::unique_ptr<Registration> LocalDomain::register_memory(const Mapping &memory, int fd) {
+    uint64_t key = keys_.draw();
+    while (by_key_.contains(key)) {
+        key = keys_.draw();
+    }
+    return register_as(key, memory, fd);
+}
+
+std::unique_ptr<Registration> LocalDomain::register_as(uint64_t key, const Mapping &memory, int fd) {
     check_sealed(fd, memory.length());
     auto registration = std::make_unique<LocalRegistration>(*this, next_region_, memory, fd);
     ++next_region_;
-    do {
-        registration->key = keys_.draw();
-    } while (!by_key_.emplace(registration->key, registration.get()).second);
+    registration->key = key;
+    by_key_.emplace(key, registration.get());
     return registration;
 }
 
@@ -80,7 +87,12 @@ std::unique_ptr<ReceivingEndpoint> LocalDomain::open_endpoint() {
 }
 
 std::unique_ptr<SendingEndpoint> LocalDomain::connect(const std::string &address, uint64_t peer) {
-    return std::make_unique<LocalSendingEndpoint>(*this, address, peer);
+    return std::make_unique<LocalSendingEndpoint>(*this, connect_to(address), peer);
+}
+
+std::unique_ptr<SendingEndpoint> LocalDomain::try_connect(const std::string &address, uint64_t peer) {
+    UniqueFd socket = connect_to(address);
+    return socket ? std::make_unique<LocalSendingEndpoint>(*this, std::move(socket), peer) : nullptr;
 }
 
 void LocalDomain::watch(int fd, LocalSocket &socket) {

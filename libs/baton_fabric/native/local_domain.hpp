@@ -55,6 +55,10 @@ class LocalDomain : public Domain {
     int wait_fd() const override { return sockets_.get(); }
     bool may_block() override;
 
+    // For AutoDomain: under a key that is not in use here; and null if nobody is at the address.
+    std::unique_ptr<Registration> register_as(uint64_t key, const Mapping &memory, int fd);
+    std::unique_ptr<SendingEndpoint> try_connect(const std::string &address, uint64_t peer);
+
     // For registrations and endpoints.
     const LocalRegistration *find(uint64_t key) const;
     void add(LocalReceivingEndpoint &endpoint) { receivers_.push_back(&endpoint); }

@@ -17,8 +17,8 @@ constexpr uint64_t kWakeBytes = kMostBytes / 2;
 
 }  // namespace
 
-LocalSendingEndpoint::LocalSendingEndpoint(LocalDomain &domain, const std::string &address, uint64_t peer)
-    : domain_(domain), peer_(peer), ring_(Ring::create()), socket_(connect_to(address)) {
+LocalSendingEndpoint::LocalSendingEndpoint(LocalDomain &domain, UniqueFd socket, uint64_t peer)
+    : domain_(domain), peer_(peer), ring_(Ring::create()), socket_(std::move(socket)) {
     if (!socket_) {
         lose("nobody listens at the address");
     } else if (send_message(socket_.get(), {.kind = LocalMessage::kHello}, ring_.fd()) != Sent::kYes) {

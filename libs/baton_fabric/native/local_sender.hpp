@@ -14,13 +14,15 @@ namespace baton::fabric {
 // The sending side of a ring. Every completion is a delivery.
 class LocalSendingEndpoint : public SendingEndpoint, private LocalSocket {
   public:
-    // Nobody at the address is told by take_loss(), as is a receiver that goes later. Throws Error(BAD_ADDRESS).
-    LocalSendingEndpoint(LocalDomain &domain, const std::string &address, uint64_t peer);
+    // `socket`: from connect_to. If that has found nobody, take_loss() tells, as it does of a receiver that goes later.
+    LocalSendingEndpoint(LocalDomain &domain, UniqueFd socket, uint64_t peer);
     // No write that was not complete by then will ever count.
     ~LocalSendingEndpoint() override;
 
     uint64_t peer() const { return peer_; }
     ssize_t post(const Write &write, uint32_t immediate, bool delivery_complete, void *context) override;
+
+    uint64_t window() const override { return Ring::kEntries; }
 
     // Reports what the receiver has done; how much.
     size_t reap(Completions &completions);

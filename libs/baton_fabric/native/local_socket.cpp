@@ -53,7 +53,7 @@ bool same_user(int socket) {
 }
 
 void check_address(const std::string &address) {
-    const size_t expected = std::strlen(kPrefix) + kDigits;
+    const size_t expected = local_address_length();
     if (address.size() != expected || address.rfind(kPrefix, 0) != 0) {
         throw invalid("BAD_ADDRESS", "the address of a local peer has " + std::to_string(expected) +
                                          " bytes and begins with \"" + kPrefix + "\"; this one of " +
@@ -69,6 +69,8 @@ std::string draw_local_address() {
     std::snprintf(digits, sizeof digits, "%08x%08x%08x%08x", random(), random(), random(), random());
     return std::string(kPrefix) + digits;
 }
+
+size_t local_address_length() { return std::strlen(kPrefix) + kDigits; }
 
 UniqueFd listen_at(const std::string &address) {
     check_address(address);

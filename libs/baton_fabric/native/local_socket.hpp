@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -36,6 +37,7 @@ enum class Received { kMessage, kNothing, kEnd };
 // Addresses are names in the abstract namespace, which the kernel frees with the socket: 128 random bits, never the
 // same twice. They are valid within one network namespace.
 std::string draw_local_address();
+size_t local_address_length();
 
 // Throw Error: BAD_ADDRESS for what is no local address, SYSTEM_CALL_FAILED.
 UniqueFd listen_at(const std::string &address);

@@ -26,9 +26,13 @@ Peer::Peer(uint64_t id, Domain &domain, const std::string &address, ContextBlock
       endpoint_(domain.connect(address, id)),
       window_(window),
       contexts_(std::move(contexts)) {
+    const uint64_t usable = std::min<uint64_t>(window_, endpoint_->window());
     for (uint32_t i = 0; i < window_; ++i) {
         contexts_[i].peer = this;
         contexts_[i].transfer = nullptr;
+        if (i >= usable) {
+            continue;
+        }
         contexts_[i].next_free = free_;
         free_ = &contexts_[i];
     }
