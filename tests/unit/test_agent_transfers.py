@@ -12,6 +12,7 @@ from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_kv.immediate import SLOTS
 from baton_rpc import RemoteError, open_channel
+from cluster import free_port
 
 FULL, QUIESCED, FENCED = (
     agent_pb2.INBOX_OUTCOME_FULL,
@@ -224,6 +225,25 @@ async def test_a_restarted_peer_is_told_apart_from_its_predecessor(attached):
     inbox = await attached.receiver.open_inbox(successor.agent, extents(1))
     async with worker(successor.target, attached.source) as sender:
         await sender.open_transfer(inbox, [0], [0])
+
+
+async def test_a_peer_that_has_just_come_to_an_address_found_empty_is_not_lost(attached):
+    """The channel to it refuses for half a second without trying, longer than all heartbeats that may be refused."""
+    ghost = common_pb2.AgentDescriptor()
+    ghost.CopyFrom(attached.prefill.agent)
+    ghost.control_address, ghost.incarnation = f"127.0.0.1:{free_port()}", 99
+
+    def failures() -> int:
+        return attached.receiver.kinds().count("inbox_failed")
+
+    for times in (1, 2):  # so that the channel's pauses have grown
+        await attached.receiver.open_inbox(ghost, extents(1))
+        await until(lambda times=times: failures() == times)
+    successor = await attached.pair.start("p2", control=ghost.control_address)
+    inbox = await attached.receiver.open_inbox(successor.agent, extents(1))
+    await until(lambda: attached.decode.service.peers._watched[successor.agent.incarnation].alive_at > 0)
+    assert await attached.receiver.close_inbox(inbox) == QUIESCED
+    assert failures() == 2
 
 
 async def test_descriptors_of_a_former_receiver_are_refused(attached):
