@@ -73,7 +73,7 @@ def main() -> int:
     large = scattered(64 * KIB, total, pool)
     joined = scattered(12 * KIB, total, pool, run=32)
     apart = scattered(12 * KIB, total, pool)
-    small = scattered(4 * KIB, total // 2, pool)
+    small = scattered(4 * KIB, total, pool)
     with closing(EnginePair(options.provider, pool)) as engine:
         print(f"provider {engine.provider}, window {engine.window}, {options.mib} MiB a round, {options.rounds} rounds")
         with bare_pair(engine.provider, NODE, engine.window, engine.source, engine.destination) as bare:
