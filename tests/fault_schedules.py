@@ -283,6 +283,9 @@ class Fleet:
         except TimeoutError:
             raise Broken(f"still waiting after {PATIENCE:g} s: {self._levels()}") from None
         except BaseExceptionGroup as failures:
+            for each in self.nodes:
+                if each.service.failed.done():
+                    raise Broken("an agent gave itself up") from each.service.failed.result()
             raise Broken(f"{[repr(each) for each in failures.exceptions]}") from failures
         finally:
             for each in self.nodes:

@@ -176,9 +176,10 @@ class Peers(WorkingActor):
     async def close_idle(self) -> None:
         """Closes channels that nothing has used for `idle_timeout`."""
         before = time.monotonic() - self._options.idle_timeout
-        in_use = {watched.peer.address for watched in self._watched.values()}
-        for address, (channel, used) in list(self._channels.items()):
-            if used < before and address not in in_use:
+        for address in list(self._channels):
+            # Looked at now: while another one was being closed, this one may have been used again.
+            channel, used = self._channels[address]
+            if used < before and all(watched.peer.address != address for watched in self._watched.values()):
                 del self._channels[address]
                 await channel.close()
 

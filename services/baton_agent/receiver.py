@@ -353,7 +353,7 @@ class Receiver(WorkingActor):
         slot, generation = inbox.key
         if ended.outcome is Outcome.DONE:
             full = inbox.full
-            duration_ns = full.full_ns - full.first_ns
+            duration_ns = max(0, full.full_ns - full.first_ns)
             self._metrics.inbox_fill_seconds.observe(duration_ns / 1e9)
             inbox.session.events.emit(
                 inbox_full=agent_pb2.InboxFull(

@@ -15,6 +15,7 @@ from baton.v1 import agent_pb2
 
 from agent_kit import HEADS, LAYERS, PAGE_SIZE, Model, Worker, extents, until, worker
 from baton_agent.checksums import Checksums
+from baton_agent.fabric import FabricEvent
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_fabric.engine import FabricEngine
@@ -24,6 +25,7 @@ from baton_kv.plan import expected_extents
 from baton_kv.shards import ShardMap
 from baton_kv.transfer.sending import Stage
 from baton_rpc import RemoteError
+from fake_fabric import InboxFull
 
 OPTIONS = AgentOptions(stop_timeout=1.0, drain_timeout=0.5)
 
@@ -250,3 +252,13 @@ async def test_memory_of_a_gpu_is_refused(monkeypatch) -> None:
             with pytest.raises(RemoteError) as error:
                 await call
             assert (error.value.status, error.value.reason) == ("FAILED_PRECONDITION", "CHECKSUM_UNSUPPORTED")
+
+
+async def test_an_event_whose_times_go_backwards_ends_no_agent() -> None:
+    """Seen under random faults: an inbox was full 1.6 ms before its first immediate."""
+    async with sides() as pair:
+        inbox = await pair.target.worker.open_inbox(pair.source.worker.agent, extents(1))
+        event = InboxFull(inbox.slot, inbox.generation % 256, extents(1), first_ns=3_000_000, full_ns=1_380_000)
+        pair.target.service.receiver.tell(FabricEvent(event))
+        full = await pair.target.worker.event("inbox_full")
+        assert (full.slot, full.duration_us) == (inbox.slot, 0)

@@ -138,6 +138,7 @@ void Progress::release_faults() {
 }
 
 void Progress::let_faults_go(uint64_t now) {
+    now = poll_ns_ = std::max(poll_ns_, now);
     faults_->due(
         now, [this, now](WriteContext &context) { sender_.completed(context, now); },
         [this](WriteContext &context) { sender_.write_failed(context, "as a test had it"); },
@@ -202,7 +203,8 @@ void Progress::turn() {
 }
 
 size_t Progress::poll(uint64_t now) {
-    poll_ns_ = now;
+    // A command of this turn may have polled since the turn began; what comes later has no earlier time.
+    poll_ns_ = std::max(poll_ns_, now);
     const size_t count = domain_->poll(*this);
     if (count == 0) {
         sender_.queue_empty();
