@@ -25,7 +25,7 @@ FULL, QUIESCED, FENCED = (
     agent_pb2.INBOX_OUTCOME_QUIESCED,
     agent_pb2.INBOX_OUTCOME_FENCED,
 )
-FABRICS = fabrics("tcp", "shm", "local")
+FABRICS = fabrics("tcp", "shm", "auto")
 
 
 @pytest.fixture
