@@ -202,9 +202,10 @@ class AgentSettings(Section):
     )
     metrics: str = Field(default="127.0.0.1:9103", description="Address of /metrics and /healthz; empty: none")
     transport: Transport = Field(
-        default="auto",
-        description="What all agents that transfer to each other have: auto (local to those of the same host and user, "
-        "otherwise tcp), tcp, local alone, verbs (InfiniBand, RoCE), efa, shm (libfabric's own for one host)",
+        default="tcp",
+        description="What all agents that transfer to each other have: tcp, auto (memory to memory between agents of "
+        "one host and user, otherwise tcp), local (of one host only), verbs (InfiniBand, RoCE), efa, shm (libfabric's "
+        "own for one host)",
     )
     node: str = Field(
         default="127.0.0.1",
