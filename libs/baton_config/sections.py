@@ -291,10 +291,6 @@ class TlsSettings(Section):
             raise ValueError("certificate, key and authority belong together: set all three or none")
         return self
 
-    @property
-    def enabled(self) -> bool:
-        return self.certificate is not None
-
 
 class TelemetrySettings(Section):
     log_format: Literal["text", "json"] = Field(

@@ -42,10 +42,6 @@ class PairPlan:
         """Tokens of the smaller of the two pages: what `extents` move."""
         return min(self.source.page_size, self.destination.page_size)
 
-    @property
-    def bytes_per_page(self) -> int:
-        return sum(length for _, _, length in self.extents)
-
 
 def common_page_size(source: int, destination: int) -> int:
     """Tokens of the pages in which a transfer between two page sizes counts: the smaller. Raises `LayoutMismatch`."""

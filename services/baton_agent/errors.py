@@ -33,21 +33,6 @@ class UnknownSession(AgentError):
         )
 
 
-class SessionNotReady(AgentError):
-    """Some ranks have not handed their memory over yet."""
-
-    status = "FAILED_PRECONDITION"
-    reason = "SESSION_NOT_READY"
-
-    def __init__(self, session: int, present: int, ranks: int) -> None:
-        super().__init__(
-            f"session {session:#x} has the memory of {present} of {ranks} ranks: wait for SessionReady",
-            session=session,
-            present=present,
-            ranks=ranks,
-        )
-
-
 class SessionConflict(AgentError):
     """A hand-off that contradicts what the session's other ranks said, or repeats one."""
 
