@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -12,7 +11,6 @@ from typing import Any
 import grpc
 from baton.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
-import conditions
 from baton_kv.plan import expected_extents
 from baton_kv.shards import ShardMap
 from baton_memory import Handoff, HandoffConnection, LayerCounter, SharedMemory, hand_over
@@ -231,5 +229,10 @@ def extents(pages: int, source_tp: int = 1, destination_tp: int = 1) -> int:
     )
 
 
-# For state of another process, or that nobody announces.
-until = functools.partial(conditions.until, timeout=DEADLINE)
+async def until(condition: Callable[[], bool], what: str = "condition", deadline: float = DEADLINE) -> None:
+    """Polls: for state of another process, or that nobody announces."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + deadline
+    while not condition():
+        assert loop.time() < end, f"{what} did not come about within {deadline} s"
+        await asyncio.sleep(0.01)

@@ -291,7 +291,7 @@ class Fleet:
             for each in self.nodes:
                 # Lets go of what is held, which is late now.
                 each.engine.set_faults(FaultPlan())
-        await until(lambda: all(each.at_rest for each in self.nodes), "rest", timeout=PATIENCE)
+        await until(lambda: all(each.at_rest for each in self.nodes), "rest", PATIENCE)
         self._account()
         for each in self.nodes:
             await each.close_former()
@@ -348,7 +348,7 @@ class Fleet:
                     break
             else:
                 raise Broken(f"agent {source} does not reach agent {destination} any more: {run.ends}")
-        await until(lambda: all(each.at_rest for each in self.nodes), "rest", timeout=PATIENCE)
+        await until(lambda: all(each.at_rest for each in self.nodes), "rest", PATIENCE)
         self._account()
 
 
