@@ -101,3 +101,10 @@ class InvalidBatch(ModelError):
 
     status = "INVALID_ARGUMENT"
     reason = "MODEL_INVALID_BATCH"
+
+
+class GroupBroken(ModelError):
+    """A tensor-parallel rank is gone, or made another call than the others: the group's results can't be had."""
+
+    status = "UNAVAILABLE"
+    reason = "MODEL_GROUP_BROKEN"
