@@ -143,9 +143,12 @@ class Worker:
         sender: common_pb2.AgentDescriptor,
         extents: int,
         checked: tuple[Sequence[int], int] | None = None,
+        dp_rank: int = 0,
     ) -> agent_pb2.InboxDescriptor:
         """`checked`: destination pages and tokens, with a checksum."""
-        request = agent_pb2.OpenInboxRequest(session=self.session, sender=sender, expected_extents=extents)
+        request = agent_pb2.OpenInboxRequest(
+            session=self.session, sender=sender, expected_extents=extents, data_parallel_rank=dp_rank
+        )
         if checked is not None:
             request.checksum, request.tokens = agent_pb2.CHECKSUM_CRC32C, checked[1]
             request.pages.extend(checked[0])
@@ -161,6 +164,7 @@ class Worker:
         source: Sequence[int],
         destination: Sequence[int],
         prefix_tokens: int = 0,
+        dp_rank: int = 0,
     ) -> int:
         request = agent_pb2.OpenTransferRequest(
             session=self.session,
@@ -168,6 +172,7 @@ class Worker:
             source_pages=source,
             destination_pages=destination,
             prefix_tokens=prefix_tokens,
+            data_parallel_rank=dp_rank,
         )
         return (await self.call(self.stub.OpenTransfer, request)).transfer
 

@@ -122,10 +122,20 @@ class AgentSession:
     # --- receiving side -------------------------------------------------------------------------------------------
 
     async def open_inbox(
-        self, sender: common_pb2.AgentDescriptor, expected_extents: int, checked: Checked | None = None
+        self,
+        sender: common_pb2.AgentDescriptor,
+        expected_extents: int,
+        checked: Checked | None = None,
+        *,
+        dp_rank: int = 0,
     ) -> Inbox:
-        """Raises AgentUnavailable, or RemoteError with the agent's refusal. A cancelled call leaves nothing."""
-        request = agent_pb2.OpenInboxRequest(session=self.session, sender=sender, expected_extents=expected_extents)
+        """`dp_rank`: the data-parallel rank of this session whose memory is written.
+
+        Raises AgentUnavailable, or RemoteError with the agent's refusal. A cancelled call leaves nothing.
+        """
+        request = agent_pb2.OpenInboxRequest(
+            session=self.session, sender=sender, expected_extents=expected_extents, data_parallel_rank=dp_rank
+        )
         if checked is not None:
             request.checksum = agent_pb2.CHECKSUM_CRC32C
             request.pages.extend(checked.pages)
@@ -154,8 +164,10 @@ class AgentSession:
         destination_pages: Sequence[int],
         *,
         prefix_tokens: int = 0,
+        dp_rank: int = 0,
     ) -> Transfer:
-        """Both lists start with the page that holds position `prefix_tokens` of the prompt.
+        """Both lists start with the page that holds position `prefix_tokens` of the prompt. `dp_rank`: the
+        data-parallel rank of this session that computes it.
 
         Raises as `open_inbox` does. A cancelled call leaves nothing.
         """
@@ -165,6 +177,7 @@ class AgentSession:
             source_pages=source_pages,
             destination_pages=destination_pages,
             prefix_tokens=prefix_tokens,
+            data_parallel_rank=dp_rank,
         )
         return await self._opened(self._open_transfer(request), self.cancel_transfer)
 

@@ -18,8 +18,6 @@ from .session import SessionView
 # One saturates half of the memory's bandwidth (10 GB/s); more would only take it from the models.
 THREADS = 2
 MODULUS = 1 << 64
-# Which data-parallel rank receives: see Receiver.open_inbox.
-RECEIVING_DP_RANK = 0
 
 # A region of the engine, the salt, and what of the region is summed.
 Part = tuple[int, int, Runs]
@@ -48,11 +46,11 @@ class Checksums:
 
         return await self._run(parts, unit_bytes(view.cache.layout))
 
-    def destination(self, view: SessionView, pages: Sequence[int], tokens: int) -> list[Part]:
-        """What a transfer writes: the first `tokens` positions of these pages. Raises InvalidKvArgument."""
+    def destination(self, view: SessionView, dp_rank: int, pages: Sequence[int], tokens: int) -> list[Part]:
+        """What a transfer to `dp_rank` writes: the first `tokens` positions of `pages`. Raises InvalidKvArgument."""
         shards, layout = view.cache.shards, view.cache.layout
         parts: list[Part] = []
-        for number in sorted(rank for ranks in shards.replica_sets(RECEIVING_DP_RANK) for rank in ranks):
+        for number in sorted(rank for ranks in shards.replica_sets(dp_rank) for rank in ranks):
             rank = view.ranks[number]
             found = destination_runs(shards.layout_of(number, layout), rank.region_map, pages, tokens)
             for memory, runs in zip(rank.memories, found, strict=True):

@@ -48,6 +48,8 @@ class OpenInbox:
     expected: int
     # What the checksum covers, if there is to be one: destination pages, and positions from the first one's beginning.
     checked: tuple[Sequence[int], int] | None = None
+    # Of this session: whose memory is written.
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,16 +186,17 @@ class Receiver(WorkingActor):
 
     @handles
     async def open_inbox(self, message: OpenInbox) -> agent_pb2.InboxDescriptor:
-        """Raises UnknownSession, StaleDescriptor, InvalidKvArgument, SlotsExhausted, FabricError."""
+        """Raises UnknownSession, InvalidArgument, StaleDescriptor, InvalidKvArgument, SlotsExhausted, FabricError."""
         view = self._sessions.get(message.session)
         if view is None:
             raise UnknownSession(message.session)
+        regions = view.region_ids(message.dp_rank)
         if self._peers.is_dead(message.sender.incarnation):
             raise StaleDescriptor(message.sender.incarnation, message.sender.address)
         checked = None
         if message.checked is not None:
-            self._checksums.check_readable(view.region_ids)
-            checked = self._checksums.destination(view, *message.checked)
+            self._checksums.check_readable(regions)
+            checked = self._checksums.destination(view, message.dp_rank, *message.checked)
         endpoint, superfluous = self._endpoints.of_sender(message.sender)
         for number in superfluous:
             self.spawn(self._discard(number))
@@ -201,7 +204,7 @@ class Receiver(WorkingActor):
         inbox = _Inbox(key, view, endpoint, checked=checked)
         try:
             self._engine.open_inbox(
-                endpoint.number, key.slot, wire_generation(key.generation), message.expected, view.region_ids
+                endpoint.number, key.slot, wire_generation(key.generation), message.expected, regions
             )
         except FabricError:
             self._slots.release(*key, Proof.QUIESCED)
@@ -219,7 +222,7 @@ class Receiver(WorkingActor):
             regions=view.regions,
             layout=layout_message(view.cache.layout, view.cache.dtype, view.cache.shards.heads),
             sharding=sharding_message(view.cache),
-            data_parallel_rank=0,
+            data_parallel_rank=message.dp_rank,
             sender_incarnation=message.sender.incarnation,
             checksum=agent_pb2.CHECKSUM_UNSPECIFIED if checked is None else agent_pb2.CHECKSUM_CRC32C,
         )

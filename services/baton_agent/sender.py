@@ -46,6 +46,8 @@ class OpenTransfer:
     destination_pages: Sequence[int]
     # What the lists leave out, because the destination has it.
     prefix_tokens: int = 0
+    # Of this session: whose memory is read.
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class _Transfer:
     request: OpenTransfer
     view: SessionView
     streams: list[Stream]
+    # The engine's id.
+    counter: int
     # Source and destination, one for one, in the smaller pages of the two.
     pages: tuple[Sequence[int], Sequence[int]]
     opened: asyncio.Future[int]
@@ -206,11 +210,12 @@ class Sender(WorkingActor):
         if len(self._transfers) >= self._options.max_transfers:
             raise TooManyTransfers(self._options.max_transfers)
         if inbox.checksum:
-            self._checksums.check_readable(view.region_ids)
+            self._checksums.check_readable(view.region_ids(message.dp_rank))
+        counter = view.ranks_of(message.dp_rank)[0].counter
         number = self._last_number + 1
-        streams = plan_streams(view, inbox, number)
+        streams = plan_streams(view, message.dp_rank, inbox, number)
         self._last_number = number
-        transfer = _Transfer(number, message, view, streams, pages, asyncio.get_running_loop().create_future())
+        transfer = _Transfer(number, message, view, streams, counter, pages, asyncio.get_running_loop().create_future())
         self._transfers[number] = self._by_inbox[inbox.key] = transfer
         self.spawn(self._confirm(number, inbox.receiver))
         return transfer.opened
@@ -430,7 +435,7 @@ class Sender(WorkingActor):
             connection.peer,
             inbox.slot,
             wire_generation(inbox.generation),
-            view.ranks[0].counter,
+            transfer.counter,
             view.cache.layout.layers,
             transfer.streams,
             *transfer.pages,

@@ -80,7 +80,9 @@ class TransferAgentServicer(agent_pb2_grpc.TransferAgentServicer):
         sender = read_agent(request.sender, self._agent.transport)
         checked = (list(request.pages), request.tokens) if read_checksum(request.checksum) else None
         opening = asyncio.ensure_future(
-            self._receiver.ask(OpenInbox(request.session, sender, request.expected_extents, checked))
+            self._receiver.ask(
+                OpenInbox(request.session, sender, request.expected_extents, checked, request.data_parallel_rank)
+            )
         )
         try:
             return agent_pb2.OpenInboxResponse(inbox=await asyncio.shield(opening))
@@ -105,6 +107,7 @@ class TransferAgentServicer(agent_pb2_grpc.TransferAgentServicer):
                 list(request.source_pages),
                 list(request.destination_pages),
                 request.prefix_tokens,
+                request.data_parallel_rank,
             )
         )
         try:

@@ -13,7 +13,7 @@ from baton_kv.regions import RegionMap
 from baton_memory.offer import Handoff
 
 from .devices import RegionMemory
-from .errors import SessionConflict
+from .errors import InvalidArgument, SessionConflict
 from .event_log import EventLog
 from .wire import Cache, cache_of
 
@@ -60,10 +60,19 @@ class SessionView:
                 )
         return descriptors
 
-    @property
-    def region_ids(self) -> list[int]:
-        """The engine's ids of all regions."""
-        return [memory.registered.region for rank in self.ranks for memory in rank.memories]
+    def ranks_of(self, dp_rank: int) -> tuple[Rank, ...]:
+        """The ranks of a data-parallel rank, the first of which counts its layers. Raises InvalidArgument."""
+        shards = self.cache.shards
+        if not 0 <= dp_rank < shards.dp:
+            raise InvalidArgument(
+                f"data-parallel rank {dp_rank} must be below {shards.dp}, as many as the session has",
+                field="data_parallel_rank",
+            )
+        return self.ranks[dp_rank * shards.tp : (dp_rank + 1) * shards.tp]
+
+    def region_ids(self, dp_rank: int) -> list[int]:
+        """The engine's ids of a data-parallel rank's regions. Raises InvalidArgument."""
+        return [memory.registered.region for rank in self.ranks_of(dp_rank) for memory in rank.memories]
 
 
 def cache_of_offer(offer: Handoff) -> Cache:

@@ -11,8 +11,8 @@ from .session import SessionView
 from .wire import RemoteInbox
 
 
-def plan_streams(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Stream]:
-    """Who writes what into which region. Raises baton_kv's LayoutMismatch."""
+def plan_streams(ours: SessionView, dp_rank: int, inbox: RemoteInbox, seed: int) -> list[Stream]:
+    """Who writes what into which region, from our data-parallel rank `dp_rank`. Raises baton_kv's LayoutMismatch."""
     pairs = plan_pairs(
         ours.cache.shards,
         inbox.cache.shards,
@@ -20,6 +20,7 @@ def plan_streams(ours: SessionView, inbox: RemoteInbox, seed: int) -> list[Strea
         inbox.cache.layout,
         inbox.data_parallel_rank,
         seed,
+        dp_rank,
     )
     plans = plan(pairs, [rank.region_map for rank in ours.ranks], [rank.region_map for rank in inbox.ranks])
     return [_stream(each, ours, inbox) for each in plans]

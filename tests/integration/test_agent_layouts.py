@@ -62,6 +62,7 @@ class Engine:
     """One worker's model processes, in this process."""
 
     def __init__(self, stack: ExitStack, layout: PageLayout, shards: ShardMap, pages: list[int], splits: list[int]):
+        """Each data-parallel rank has a layer counter of its own."""
         memories: list[SharedMemory] = []
 
         def allocate(length: int) -> memoryview:
@@ -69,13 +70,19 @@ class Engine:
             stack.callback(memories[-1].close)
             return memories[-1].buffer
 
-        self.counter = LayerCounter.create()
-        stack.callback(self.counter.close)
+        self.counters = [LayerCounter.create() for _ in range(shards.dp)]
+        for counter in self.counters:
+            stack.callback(counter.close)
         self.side = Side(layout, shards, pages, splits, allocate)
         # Views of the memory go before it is closed.
         stack.callback(self.side.regions.clear)
         self.ranks = [
-            RankProcess(self.side, rank, memories[rank * len(splits) : (rank + 1) * len(splits)], self.counter)
+            RankProcess(
+                self.side,
+                rank,
+                memories[rank * len(splits) : (rank + 1) * len(splits)],
+                self.counters[rank // shards.tp],
+            )
             for rank in range(shards.ranks)
         ]
         for rank in self.ranks:
@@ -111,25 +118,33 @@ async def test_caches_over_several_regions(pair: list[Agent], case: str, splits:
     await transfer(pair, *CASES[case], splits)
 
 
+@pytest.mark.parametrize("case", ["smaller pages, 2 ranks of 2 and 1 heads into 3", "latent, larger pages"])
+async def test_one_data_parallel_rank_of_several_on_either_side(pair: list[Agent], case: str) -> None:
+    await transfer(pair, *CASES[case], ([LAYERS], [2, 1]), ((1, 2), (2, 3)))
+
+
 async def transfer(
     pair: list[Agent],
     order: Order,
     sizes: tuple[int, int],
     tps: tuple[int, int],
     splits: tuple[list[int], list[int]],
+    dp_ranks: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (0, 1)),
 ) -> None:
-    """A prompt in three chunks, of which the destination has the first page."""
+    """A prompt in three chunks, of which the destination has the first page. `dp_ranks`: for each side the
+    data-parallel rank that takes part, and of how many."""
+    ((ours_dp, _), (theirs_dp, _)) = dp_ranks
     mla = order == "MLA"
     prompt, prefix, cuts = 46, sizes[1], (0, 13, 30, 45)
     done, size = prompt - 1, common_page_size(*sizes)
-    shards = [ShardMap(1 if mla else HEADS, tp, mla=mla) for tp in tps]
+    shards = [ShardMap(1 if mla else HEADS, tp, dp, mla=mla) for tp, (_, dp) in zip(tps, dp_ranks, strict=True)]
     layouts = [PageLayout(order, LAYERS, PAGES, page_size, 1, DIM, 2) for page_size in sizes]
     # Runs of pages, and pages on their own.
     ours = list(dict.fromkeys([*range(5, 17), *range(PAGES - 1, 1, -2), *range(PAGES)]))[: -(-done // sizes[0])]
     theirs = [*range(9, 3, -1), *range(10, PAGES), *range(4)][: -(-done // sizes[1]) - 1]
     values = tokens_of(LAYERS, prompt, shards[0].heads)
     wanted = Side(layouts[1], shards[1], theirs, splits[1])
-    wanted.compute(values, 0, prefix, done, skipped_pages=1)
+    wanted.compute(values, theirs_dp, prefix, done, skipped_pages=1)
     expected = expected_extents(
         *shards,
         order,
@@ -147,13 +162,15 @@ async def transfer(
             worker(prefill.target, *source.ranks) as sender,
             worker(decode.target, *destination.ranks) as receiver,
         ):
-            inbox = await receiver.open_inbox(sender.agent, expected)
-            number = await sender.open_transfer(inbox, ours[prefix // sizes[0] :], theirs, prefix_tokens=prefix)
+            inbox = await receiver.open_inbox(sender.agent, expected, dp_rank=theirs_dp)
+            number = await sender.open_transfer(
+                inbox, ours[prefix // sizes[0] :], theirs, prefix_tokens=prefix, dp_rank=ours_dp
+            )
             for step, (start, end) in enumerate(pairwise(cuts)):
                 chunk = chunk_pages(prompt, prefix, size, start, end)
                 await sender.submit(step, (number, chunk.start, len(chunk), end == done))
-                source.side.compute(values, 0, start, end)
-                source.counter.advance((step + 1) * LAYERS)
+                source.side.compute(values, ours_dp, start, end)
+                source.counters[ours_dp].advance((step + 1) * LAYERS)
             full = await receiver.event("inbox_full")
             finished = await sender.event("transfer_done")
         assert full.extents == finished.stats.extents == expected

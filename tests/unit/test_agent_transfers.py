@@ -429,9 +429,16 @@ async def test_what_open_transfer_refuses(attached):
         (changed(), [0], [32], "INVALID_FIELD"),
     ]:
         await refused(attached.sender.open_transfer(other, source, target), reason)
+    await refused(attached.sender.open_transfer(changed(), [0], [0], dp_rank=1), "INVALID_FIELD")
     assert attached.prefill.service.sender.open_transfers == 1
     attached.sender.session += 1
     await refused(attached.sender.open_transfer(changed(), [0], [0]), "UNKNOWN_SESSION")
+
+
+async def test_an_inbox_is_of_a_data_parallel_rank_that_the_session_has(attached):
+    error = await refused(attached.receiver.open_inbox(attached.prefill.agent, 1, dp_rank=1), "INVALID_FIELD")
+    assert error.status == "INVALID_ARGUMENT"
+    assert attached.decode.service.receiver.open_inboxes == 0
 
 
 async def test_a_transfer_belongs_to_its_session(attached):
