@@ -17,7 +17,7 @@ class PagedRunner:
 
     def __init__(self, model: Model, pages: int, page_size: int = 16, order: PageOrder = "HND", seed: int = 0) -> None:
         config = model.config
-        size = 2 * config.layers * pages * config.kv_heads * page_size * config.head_dim * model.dtype.itemsize
+        size = 2 * config.layers * pages * model.rank_kv_heads * page_size * config.head_dim * model.dtype.itemsize
         self.model = model
         self.cache = KvCache(
             bytearray(size),
@@ -25,7 +25,7 @@ class PagedRunner:
             layers=config.layers,
             pages=pages,
             page_size=page_size,
-            kv_heads=config.kv_heads,
+            kv_heads=model.rank_kv_heads,
             head_dim=config.head_dim,
             dtype=model.dtype,
         )

@@ -38,7 +38,7 @@ class BatonRunner:
             fingerprint=identity,
             layers=config.layers,
             kv_heads=config.kv_heads,
-            rank_kv_heads=config.kv_heads,
+            rank_kv_heads=model.rank_kv_heads,
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,

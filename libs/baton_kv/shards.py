@@ -15,12 +15,21 @@ class ShardingImpossible(InvalidKvArgument):
     reason = "KV_SHARDING_IMPOSSIBLE"
 
 
+def even_slices(size: int, parts: int) -> list[range]:
+    """`range(size)` cut into `parts` that follow each other, the first `size % parts` one longer than the rest (3 in 2:
+    2 and 1; 1 in 2: 1 and none)."""
+    least, extra = divmod(size, parts)
+    bounds = accumulate((least + (part < extra) for part in range(parts)), initial=0)
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
 def head_slices(kv_heads: int, tp: int) -> list[range]:
     """The heads of each of `tp` ranks, as ranges of the model's `kv_heads`.
 
-    With at least one head a rank, the slices follow each other and the first `kv_heads % tp` have one head more (3
-    heads on 2 ranks: 2 and 1). With more ranks than heads, each head is on `tp / kv_heads` neighbouring ranks, as
-    query heads split evenly over the ranks need it. Raises `ShardingImpossible`, `InvalidKvArgument`.
+    With at least one head a rank, these are `even_slices`. With more ranks than heads, each head is on `tp / kv_heads`
+    neighbouring ranks, as query heads split evenly over the ranks need it.
+
+    Raises `ShardingImpossible`, `InvalidKvArgument`.
     """
     if kv_heads < 1 or tp < 1:
         raise InvalidKvArgument(
@@ -36,9 +45,7 @@ def head_slices(kv_heads: int, tp: int) -> list[range]:
                 tp=tp,
             )
         return [range(rank // copies, rank // copies + 1) for rank in range(tp)]
-    least, extra = divmod(kv_heads, tp)
-    bounds = accumulate((least + (rank < extra) for rank in range(tp)), initial=0)
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    return even_slices(kv_heads, tp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class ModelConfig:
     """Sizes and switches of one model, the same whatever file they came from.
 
     `context_length` is the most tokens a sequence may have. `bos_token_id` and `eos_token_ids` are as the checkpoint
-    states them; empty or None where it doesn't.
+    states them; empty or None where it doesn't. `attention_bias` is of the query, key and value projections.
     """
 
     family: str
@@ -53,6 +53,7 @@ class ModelConfig:
     rope: RopeConfig
     tied_embeddings: bool
     attention_bias: bool = False
+    attention_output_bias: bool = False
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,26 @@ class GgufFile:
         """Outermost dimension first. Raises `MissingTensor`."""
         return tuple(int(size) for size in reversed(self._find(name).shape))
 
-    def read(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Dequantised to float32. Raises `MissingTensor`, `UnsupportedTensorType`."""
+    def read(self, name: str, slices: Sequence[range] = ()) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Dequantised to float32; with `slices`, these indices of the first dimensions (steps of 1): of the last
+        dimension whole blocks are dequantised, and what is beyond the slice is cut off.
+
+        Raises `MissingTensor`, `UnsupportedTensorType`."""
         tensor = self._find(name)
+        dimensions = len(tensor.shape)
+        index = [slice(part.start, part.stop) for part in slices] + [slice(None)] * (dimensions - len(slices))
+        data, cut = tensor.data, slice(None)
+        if len(slices) == dimensions and data.dtype == np.uint8:
+            block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+            first, stop = slices[-1].start // block, -(-slices[-1].stop // block)
+            index[-1] = slice(first * size, stop * size)
+            cut = slice(slices[-1].start - first * block, slices[-1].stop - first * block)
         try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            values = gguf.dequantize(data[tuple(index)], tensor.tensor_type)
         except NotImplementedError as error:
             raise UnsupportedTensorType(name, tensor.tensor_type.name, self.path) from error
         # A tensor stored as float32 is a view of the read-only mapping; the copy is what torch may own.
-        return np.array(values, dtype=np.float32, copy=values.base is not None)
+        return np.array(values[..., cut], dtype=np.float32, copy=values.base is not None)
 
     def _find(self, name: str) -> Any:
         tensor = self._tensors.get(name)
@@ -133,14 +145,18 @@ class GgufWeights(WeightSource):
         """See `WeightSource.shape`."""
         return self._file.shape(self._gguf_name(name))
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, slices: Sequence[range] = ()) -> torch.Tensor:
         """See `WeightSource.read`."""
-        tensor = torch.from_numpy(self._file.read(self._gguf_name(name)))
-        rotated = _ROTATED.search(name)
+        stored, rotated = self._gguf_name(name), _ROTATED.search(name)
         if rotated is None or rotated[1] not in self._heads:
-            return tensor
-        pairs = tensor.view(self._heads[rotated[1]], -1, 2, *tensor.shape[1:])
-        return pairs.transpose(1, 2).reshape(tensor.shape)
+            return torch.from_numpy(self._file.read(stored, slices))
+        # Reordered within each head, so whole heads are read.
+        rows = self._file.shape(stored)[0]
+        size, wanted = rows // self._heads[rotated[1]], slices[0] if slices else range(rows)
+        first, stop = wanted.start // size * size, -(-wanted.stop // size) * size
+        tensor = torch.from_numpy(self._file.read(stored, [range(first, stop), *slices[1:]]))
+        pairs = tensor.view(-1, size // 2, 2, *tensor.shape[1:])
+        return pairs.transpose(1, 2).reshape(tensor.shape)[wanted.start - first : wanted.stop - first]
 
     def _gguf_name(self, name: str) -> str:
         found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,14 @@ class SafetensorsWeights(WeightSource):
         """See `WeightSource.shape`."""
         return tuple(self._holder(name).get_slice(name).get_shape())
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, slices: Sequence[range] = ()) -> torch.Tensor:
         """See `WeightSource.read`."""
-        tensor: torch.Tensor = self._holder(name).get_tensor(name)
+        holder = self._holder(name)
+        tensor: torch.Tensor
+        if slices:
+            tensor = holder.get_slice(name)[tuple(slice(part.start, part.stop) for part in slices)]
+        else:
+            tensor = holder.get_tensor(name)
         if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise UnsupportedTensorType(name, str(tensor.dtype).removeprefix("torch."), self.path)
         return tensor

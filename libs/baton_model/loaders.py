@@ -16,6 +16,7 @@ from .families import registry
 from .families.base import Family
 from .gguf_file import GgufFile, GgufWeights
 from .model import Model
+from .parallel import SOLO, RankGroup
 from .weights import WeightReader, WeightSource
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -34,11 +35,17 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def load_model(
-    path: str | Path, dtype: DtypeName, device: str = "cpu", progress: Callable[[float], None] | None = None
+    path: str | Path,
+    dtype: DtypeName,
+    device: str = "cpu",
+    progress: Callable[[float], None] | None = None,
+    group: RankGroup = SOLO,
 ) -> Model:
-    """Loads a model with its weights in `dtype`. `progress` is told the share of the weights that are loaded.
+    """Loads a model with its weights in `dtype`, of them what rank `group.rank` needs. `progress` is told the share of
+    the weights that are loaded.
 
-    Raises what `load_config` raises, and `MissingTensor`, `WrongShape`, `UnsupportedTensorType`.
+    Raises what `load_config` raises, and `MissingTensor`, `WrongShape`, `UnsupportedTensorType`; `ShardingImpossible`
+    and `InvalidConfig` where the heads can't be split over the ranks.
     """
     if dtype not in DTYPES:
         raise InvalidConfig(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", dtype=dtype)
@@ -58,7 +65,8 @@ def load_model(
             kv_heads=config.kv_heads,
             interleaved_rotary=family.gguf_interleaved_rotary,
         )
-    return family.build(config, WeightReader(source, DTYPES[dtype], torch.device(device), progress), CpuAttention())
+    weights = WeightReader(source, DTYPES[dtype], torch.device(device), progress, group)
+    return family.build(config, weights, CpuAttention())
 
 
 def _open_directory(path: Path) -> tuple[Family, ModelConfig]:

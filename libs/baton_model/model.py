@@ -11,12 +11,20 @@ from .batch import ForwardBatch
 from .cache import KvCache
 from .config import ModelConfig
 from .errors import InvalidBatch
+from .parallel import RankGroup
 
 
 class Model(ABC):
-    """Weights and the forward pass. Holds nothing of a batch between calls; one caller at a time."""
+    """Weights and the forward pass. Holds nothing of a batch between calls; one caller at a time.
+
+    `config` is the whole model's. Of a sharded model this is what rank `group.rank` holds: every rank makes the same
+    calls with the same batches in the same order, each with a cache of its own `rank_kv_heads`, and all get the same
+    results, to the bit.
+    """
 
     config: ModelConfig
+    group: RankGroup
+    rank_kv_heads: int
     dtype: torch.dtype
     device: torch.device
 
@@ -27,8 +35,8 @@ class Model(ABC):
         """Runs all layers over the batch's N new tokens and stores their KV entries in the cache's pages.
 
         `on_layer(l)` is called right after the attention output projection of layer l: its KV entries are in the
-        pages then. Returns the final hidden states, normalised, `[N, hidden_size]`; pick the rows whose logits are
-        wanted. Raises `InvalidBatch` before anything is written.
+        pages of every rank then. Returns the final hidden states, normalised, `[N, hidden_size]`; pick the rows whose
+        logits are wanted. Raises `InvalidBatch` before anything is written.
         """
 
     @abstractmethod
@@ -41,13 +49,14 @@ class Model(ABC):
         config = self.config
         if (cache.layers, cache.kv_heads, cache.head_dim, cache.dtype) != (
             config.layers,
-            config.kv_heads,
+            self.rank_kv_heads,
             config.head_dim,
             self.dtype,
         ):
             raise InvalidBatch(
                 f"the cache has {cache.layers} layers of {cache.kv_heads} KV heads of {cache.head_dim} in "
-                f"{cache.dtype}; the model needs {config.layers}, {config.kv_heads}, {config.head_dim} and {self.dtype}"
+                f"{cache.dtype}; the rank needs {config.layers}, {self.rank_kv_heads}, {config.head_dim} and "
+                f"{self.dtype}"
             )
         longest = max(batch.context_lens, default=0)
         if longest > config.context_length:

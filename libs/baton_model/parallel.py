@@ -10,8 +10,9 @@ import torch
 class RankGroup(ABC):
     """The tensor-parallel ranks of one model: `ranks` processes that run the same batches in the same order.
 
-    Every rank makes the same calls with the same shapes and dtypes. A call returns once all ranks have made it, and
-    raises `baton_model.errors.GroupBroken` when one of them is gone.
+    Every rank makes the same calls with the same shapes and dtypes. A call returns once all ranks have made it, with
+    a tensor that is the caller's own (no later call touches it), and raises `baton_model.errors.GroupBroken` when one
+    of them is gone.
     """
 
     rank: int
@@ -38,3 +39,6 @@ class Solo(RankGroup):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+SOLO = Solo()

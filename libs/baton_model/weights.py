@@ -11,6 +11,9 @@ import torch
 from .errors import WrongShape
 from .layers.linear import Linear
 from .layers.norm import RmsNorm
+from .layers.vocabulary import Embedding, Head
+from .parallel import SOLO, RankGroup
+from .shares import even_share
 
 
 class WeightSource(ABC):
@@ -31,17 +34,22 @@ class WeightSource(ABC):
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises `MissingTensor`."""
+        """Of the whole tensor. Raises `MissingTensor`."""
 
     @abstractmethod
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, in whichever floating-point type is nearest to how it is stored.
+    def read(self, name: str, slices: Sequence[range] = ()) -> torch.Tensor:
+        """The tensor on the CPU, in whichever floating-point type is nearest to how it is stored; with `slices`, these
+        indices of its first dimensions (none empty, steps of 1), and no more of the file than they need.
 
         Raises `MissingTensor`, `UnsupportedTensorType`."""
 
 
 class WeightReader:
     """Checked, typed reads: what a family's constructor draws its parameters from.
+
+    Sizes are always those of the whole model; shares say which part of them this rank of `group` takes. A
+    column-parallel linear has some of the outputs; a row-parallel one takes some of the inputs and returns one part of
+    a sum, which the caller takes with `group.all_reduce`.
 
     `progress` is told the share of the checkpoint's tensors that have been read, in (0, 1], after each.
     """
@@ -52,10 +60,12 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[float], None] | None = None,
+        group: RankGroup = SOLO,
     ) -> None:
         self.source = source
         self.dtype = dtype
         self.device = device
+        self.group = group
         self._progress = progress
         self._done = 0
 
@@ -64,7 +74,7 @@ class WeightReader:
 
         Raises `MissingTensor`, `WrongShape`, `UnsupportedTensorType`."""
         result = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._fill(result, name)
+        self._fill(result, name, shape, [range(size) for size in shape])
         return result
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
@@ -73,16 +83,59 @@ class WeightReader:
 
     def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
         """The linears `names`, whose weights are `[rows[i], columns]`, as one whose outputs are theirs side by side:
-        one product instead of several. Raises as `tensor` does."""
-        weight = self._matrix(sum(rows), columns)
-        for name, part in zip(names, torch.split(weight, list(rows)), strict=True):
-            self._fill(part, f"{name}.weight")
+        one product instead of several. Whole on every rank. Raises as `tensor` does."""
+        return self.column_parallel(names, rows, [range(size) for size in rows], columns, bias)
+
+    def column_parallel(
+        self, names: Sequence[str], rows: Sequence[int], shares: Sequence[range], columns: int, bias: bool
+    ) -> Linear:
+        """As `linear`, but of the outputs of `names[i]` only `shares[i]`."""
+        return self._linear(names, rows, shares, columns, range(columns), bias)
+
+    def row_parallel(self, name: str, rows: int, columns: int, share: range, bias: bool) -> Linear:
+        """The linear `name` for the inputs `share` only: `[..., len(share)]` to this rank's part of `[..., rows]`. The
+        bias is in rank 0's part, so that the sum has it once. Raises as `tensor` does."""
+        return self._linear([name], [rows], [range(rows)], columns, share, bias and self.group.rank == 0)
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
+        """This rank's words of the table `name.weight`, `[vocab_size, hidden_size]`. Raises as `tensor` does."""
+        words = even_share(vocab_size, self.group)
+        weight = torch.empty((len(words), hidden_size), dtype=self.dtype, device=self.device)
+        self._fill(weight, f"{name}.weight", (vocab_size, hidden_size), [words, range(hidden_size)])
+        return Embedding(weight, words, self.group)
+
+    def head(self, name: str, vocab_size: int, hidden_size: int) -> Head:
+        """The linear `name` that makes logits, each rank those of its words. Raises as `tensor` does."""
+        words = even_share(vocab_size, self.group)
+        return Head(self.column_parallel([name], [vocab_size], [words], hidden_size, bias=False), self.group)
+
+    def tied_head(self, embedding: Embedding) -> Head:
+        """The head of a model whose embedding is its head too."""
+        return Head(self.make_linear(embedding.weight, None), self.group)
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """The one place where a linear is made of its parameters."""
+        return Linear(weight, bias)
+
+    def _linear(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        shares: Sequence[range],
+        columns: int,
+        taken: range,
+        bias: bool,
+    ) -> Linear:
+        sizes = [len(share) for share in shares]
+        weight = self._matrix(sum(sizes), len(taken))
+        for name, size, share, part in zip(names, rows, shares, torch.split(weight, sizes), strict=True):
+            self._fill(part, f"{name}.weight", (size, columns), [share, taken])
         if not bias:
-            return Linear(weight)
-        biases = torch.empty(sum(rows), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, torch.split(biases, list(rows)), strict=True):
-            self._fill(part, f"{name}.bias")
-        return Linear(weight, biases)
+            return self.make_linear(weight, None)
+        biases = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        for name, size, share, part in zip(names, rows, shares, torch.split(biases, sizes), strict=True):
+            self._fill(part, f"{name}.bias", (size,), [share])
+        return self.make_linear(weight, biases)
 
     def _matrix(self, rows: int, columns: int) -> torch.Tensor:
         if self.dtype == torch.float32 and self.device.type == "cpu":
@@ -92,11 +145,12 @@ class WeightReader:
             return torch.empty((columns, rows), dtype=self.dtype).t()
         return torch.empty((rows, columns), dtype=self.dtype, device=self.device)
 
-    def _fill(self, target: torch.Tensor, name: str) -> None:
+    def _fill(self, target: torch.Tensor, name: str, shape: tuple[int, ...], slices: Sequence[range]) -> None:
         found = self.source.shape(name)
-        if found != tuple(target.shape):
-            raise WrongShape(name, target.shape, found, self.source.path)
-        target.copy_(self.source.read(name))
+        if found != shape:
+            raise WrongShape(name, shape, found, self.source.path)
+        if target.numel():
+            target.copy_(self.source.read(name, slices))
         self._done += 1
         if self._progress is not None:
             self._progress(self._done / max(self._done, len(self.source)))

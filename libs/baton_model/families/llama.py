@@ -1,117 +1,32 @@
-"""Llama 2 and 3 (Touvron et al., 2023; Dubey et al., 2024).
-
-Every layer, on a residual stream x: x += o(attention(rope(q, k), v)) of norm(x), then x += down(silu(gate) * up) of
-norm(x). The three projections of attention are one matrix, as are gate and up: each costs one product.
-"""
+"""Llama 2 and 3 (Touvron et al., 2023; Dubey et al., 2024): grouped-query attention and SwiGLU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-import torch.nn.functional as F
-
-from ..attention.base import AttentionBackend, AttentionStep
-from ..batch import ForwardBatch
-from ..cache import KvCache
+from ..attention.base import AttentionBackend
 from ..config import ModelConfig
 from ..errors import InvalidConfig
 from ..gguf_file import GgufFile
-from ..layers.linear import Linear
-from ..layers.rotary import Rotary, Rotation
+from ..layers.attention import GroupedQueryAttention
+from ..layers.feed_forward import GatedFeedForward
 from ..model import Model
 from ..settings import Settings
 from ..weights import WeightReader
 from . import rope_settings
 from .base import Family
+from .decoder import Decoder
 
 
-class LlamaAttention:
-    """Self-attention with grouped key-value heads and rotary positions."""
-
-    def __init__(self, config: ModelConfig, layer: int, weights: WeightReader) -> None:
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        name = f"model.layers.{layer}.self_attn"
-        rows = [config.heads * config.head_dim, config.kv_heads * config.head_dim, config.kv_heads * config.head_dim]
-        self.qkv = weights.linear(
-            [f"{name}.{part}_proj" for part in "qkv"], rows, config.hidden_size, config.attention_bias
-        )
-        self.output = weights.linear([f"{name}.o_proj"], [config.hidden_size], rows[0], config.attention_bias)
-
-    def __call__(self, x: torch.Tensor, rotation: Rotation, attend: AttentionStep) -> torch.Tensor:
-        heads = self.qkv(x).view(len(x), -1, self.head_dim)
-        rotated = self.heads + self.kv_heads
-        # In place, so that keys and values stay side by side as the cache wants them.
-        rotation(heads[:, :rotated])
-        entries = heads[:, self.heads :].view(len(x), 2, self.kv_heads, self.head_dim)
-        return self.output(attend(self.layer, heads[:, : self.heads], entries))
-
-
-class LlamaFeedForward:
-    """SwiGLU."""
-
-    def __init__(self, config: ModelConfig, layer: int, weights: WeightReader) -> None:
-        name, inner = f"model.layers.{layer}.mlp", config.intermediate_size
-        self.gate_up = weights.linear(
-            [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], config.hidden_size, config.mlp_bias
-        )
-        self.down = weights.linear([f"{name}.down_proj"], [config.hidden_size], inner, config.mlp_bias)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
-
-
-class LlamaLayer:
-    """One layer of the stack."""
-
-    def __init__(self, config: ModelConfig, layer: int, weights: WeightReader) -> None:
-        name = f"model.layers.{layer}"
-        self.attention_norm = weights.norm(f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self.attention = LlamaAttention(config, layer, weights)
-        self.feed_forward_norm = weights.norm(
-            f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps
-        )
-        self.feed_forward = LlamaFeedForward(config, layer, weights)
-
-
-class Llama(Model):
-    """The whole decoder."""
-
-    def __init__(self, config: ModelConfig, weights: WeightReader, backend: AttentionBackend) -> None:
-        self.config, self.dtype, self.device = config, weights.dtype, weights.device
-        self.backend = backend
-        self.embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.rope, config.head_dim, weights.dtype, weights.device)
-        self.layers = [LlamaLayer(config, layer, weights) for layer in range(config.layers)]
-        self.norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
-        self.head = (
-            Linear(self.embedding)
-            if config.tied_embeddings
-            else weights.linear(["lm_head"], [config.vocab_size], config.hidden_size, bias=False)
-        )
-
-    @torch.inference_mode()
-    def forward(
-        self, batch: ForwardBatch, cache: KvCache, on_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
-        """See `Model.forward`."""
-        self.check(batch, cache)
-        attend = self.backend.plan(batch, cache)
-        rotation = self.rotary(batch.positions)
-        x = F.embedding(batch.token_ids, self.embedding)
-        for layer in self.layers:
-            x += layer.attention(layer.attention_norm(x), rotation, attend)
-            if on_layer is not None:
-                on_layer(layer.attention.layer)
-            x += layer.feed_forward(layer.feed_forward_norm(x))
-        return self.norm(x)
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Model.logits`."""
-        return self.head(hidden).to(torch.float32)
+def build(config: ModelConfig, weights: WeightReader, backend: AttentionBackend) -> Model:
+    """See `Family.build`."""
+    return Decoder(
+        config,
+        weights,
+        backend,
+        attention=lambda layer: GroupedQueryAttention(f"model.layers.{layer}.self_attn", config, layer, weights),
+        feed_forward=lambda layer: GatedFeedForward(
+            f"model.layers.{layer}.mlp", config.hidden_size, config.intermediate_size, config.mlp_bias, weights
+        ),
+    )
 
 
 def config_from_hugging_face(settings: Settings) -> ModelConfig:
@@ -136,6 +51,7 @@ def config_from_hugging_face(settings: Settings) -> ModelConfig:
             rope=rope_settings.from_hugging_face(settings, 10_000.0, context_length),
             tied_embeddings=settings.get("tie_word_embeddings", bool, False),
             attention_bias=settings.get("attention_bias", bool, False),
+            attention_output_bias=settings.get("attention_bias", bool, False),
             mlp_bias=settings.get("mlp_bias", bool, False),
             bos_token_id=(settings.integers("bos_token_id") or (None,))[0],
             eos_token_ids=settings.integers("eos_token_id"),
@@ -165,6 +81,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             rope=rope_settings.from_gguf(file, settings, head_dim, context_length),
             tied_embeddings="output.weight" not in file,
             attention_bias="blk.0.attn_q.bias" in file,
+            attention_output_bias="blk.0.attn_output.bias" in file,
             mlp_bias="blk.0.ffn_gate.bias" in file,
             bos_token_id=(file.settings.integers("tokenizer.ggml.bos_token_id") or (None,))[0],
             eos_token_ids=file.settings.integers("tokenizer.ggml.eos_token_id"),
@@ -193,5 +110,5 @@ FAMILY = Family(
     gguf_interleaved_rotary=True,
     config_from_hugging_face=config_from_hugging_face,
     config_from_gguf=config_from_gguf,
-    build=Llama,
+    build=build,
 )

@@ -1,0 +1,27 @@
+"""The feed-forward block (SwiGLU: Shazeer, 2020)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..shares import even_share
+from ..weights import WeightReader
+
+
+class GatedFeedForward:
+    """`down(silu(gate) * up)`; gate and up are one matrix, so that they cost one product.
+
+    A rank has a share of the inner neurons: what it returns is its part of a sum over the ranks.
+    """
+
+    def __init__(self, name: str, hidden_size: int, inner: int, bias: bool, weights: WeightReader) -> None:
+        share = even_share(inner, weights.group)
+        self.gate_up = weights.column_parallel(
+            [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], [share, share], hidden_size, bias
+        )
+        self.down = weights.row_parallel(f"{name}.down_proj", hidden_size, inner, share, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
