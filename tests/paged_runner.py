@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from baton_model.batch import ForwardBatch
-from baton_model.cache import KvCache, PageOrder
+from baton_model.cache import PageOrder, open_cache
 from baton_model.model import Model
 
 
@@ -16,17 +16,15 @@ class PagedRunner:
     """Sequences get pages from a shuffled list, so that no test passes by pages lying in order."""
 
     def __init__(self, model: Model, pages: int, page_size: int = 16, order: PageOrder = "HND", seed: int = 0) -> None:
-        config = model.config
-        size = 2 * config.layers * pages * model.rank_kv_heads * page_size * config.head_dim * model.dtype.itemsize
+        shape = model.cache_shape
+        token = shape.kv_heads * shape.head_dim * (1 if shape.latent else 2)
         self.model = model
-        self.cache = KvCache(
-            bytearray(size),
+        self.cache = open_cache(
+            bytearray(shape.layers * pages * page_size * token * model.dtype.itemsize),
+            shape,
             order=order,
-            layers=config.layers,
             pages=pages,
             page_size=page_size,
-            kv_heads=model.rank_kv_heads,
-            head_dim=config.head_dim,
             dtype=model.dtype,
         )
         self._free = list(range(pages))

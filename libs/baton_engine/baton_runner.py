@@ -12,7 +12,7 @@ from baton_engine.messages import EngineSpec
 from baton_engine.runner import Batch, ModelFacts, Progress
 from baton_kv.layout import PageLayout
 from baton_model.batch import ForwardBatch
-from baton_model.cache import KvCache
+from baton_model.cache import PagedCache, open_cache
 from baton_model.fingerprint import fingerprint
 from baton_model.loaders import load_model as load_weights
 from baton_model.model import Model
@@ -32,32 +32,29 @@ class BatonRunner:
     """See `runner.ModelRunner`."""
 
     def __init__(self, model: Model, name: str, identity: str) -> None:
-        config = model.config
+        config, shape = model.config, model.cache_shape
         self.facts = ModelFacts(
             model=name,
             fingerprint=identity,
-            layers=config.layers,
+            layers=shape.layers,
             kv_heads=config.kv_heads,
-            rank_kv_heads=model.rank_kv_heads,
-            head_dim=config.head_dim,
+            rank_kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             max_model_len=config.context_length,
+            order="MLA" if shape.latent else None,
         )
         self._model = model
-        self._cache: KvCache | None = None
+        self._cache: PagedCache | None = None
 
     def bind(self, memory: memoryview, layout: PageLayout) -> None:
-        if layout.order == "MLA":
-            raise SpecInvalid("the order MLA is of latent caches; this model has keys and values: HND or NHD")
-        self._cache = KvCache(
+        self._cache = open_cache(
             memory,
+            self._model.cache_shape,
             order=layout.order,
-            layers=layout.layers,
             pages=layout.pages,
             page_size=layout.page_size,
-            kv_heads=layout.kv_heads,
-            head_dim=layout.head_dim,
             dtype=self._model.dtype,
         )
 

@@ -15,11 +15,11 @@ from baton_memory import LayerCounter, SharedMemory
 
 
 def cache_layout(spec: EngineSpec, facts: ModelFacts) -> PageLayout:
-    """The cache of one rank as the spec wants it. Raises SpecInvalid."""
+    """The cache of one rank as the spec wants it, or as the model does. Raises SpecInvalid."""
     if (spec.kv_bytes is None) == (spec.pages is None):
         raise SpecInvalid(f"kv_bytes is {spec.kv_bytes} and pages is {spec.pages}; exactly one must be given")
     one_page = PageLayout(
-        order=spec.order,
+        order=facts.order or spec.order,
         layers=facts.layers,
         pages=1,
         page_size=spec.page_size,

@@ -13,7 +13,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
-Order: TypeAlias = Literal["HND", "NHD"]
+KvOrder: TypeAlias = Literal["HND", "NHD"]
+Order: TypeAlias = Literal["HND", "NHD", "MLA"]
 
 ELEMENT_SIZES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 
@@ -22,6 +23,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a model process is to load and how. Exactly one of `kv_bytes` and `pages` is set.
 
     `kv_bytes`: budget of the KV cache in bytes, rounded down to whole pages over all layers.
+    `order`: how keys and values lie in a page; a model with a latent cache has its own, MLA, whatever is said here.
     `cpus`: CPUs to pin the process to; empty leaves the affinity alone. `role` names the process in its log lines.
     """
 
@@ -30,7 +32,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16
     kv_bytes: int | None = None
     pages: int | None = None
-    order: Order = "HND"
+    order: KvOrder = "HND"
     threads: int = 1
     cpus: tuple[int, ...] = ()
     max_batch: int = 32
@@ -43,7 +45,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a loaded engine is: the model's essentials and the layout of this rank's cache.
 
     `kv_heads` and `head_dim` are those of the whole model; `max_model_len` counts prompt and generated tokens.
-    The cache is one region `[layers, pages, 2, kv_heads, page_size, head_dim]` (order HND).
+    The cache is one region `[layers, pages, page]`, its pages as `baton_kv.layout.PageLayout` says of `order`.
     """
 
     model: str
@@ -67,7 +69,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of one layer."""
-        return 2 * self.kv_heads * self.page_size * self.head_dim * self.element_size
+        return (1 if self.order == "MLA" else 2) * self.kv_heads * self.page_size * self.head_dim * self.element_size
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):

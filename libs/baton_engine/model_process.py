@@ -25,7 +25,6 @@ from baton_engine.errors import EngineError, FrameInvalid
 from baton_engine.framing import FrameDecoder, encode_frame
 from baton_engine.lifeline import Orphaned, die_with_parent
 from baton_engine.messages import (
-    ELEMENT_SIZES,
     AgentLost,
     Attach,
     Attached,
@@ -47,6 +46,7 @@ from baton_engine.messages import (
 if TYPE_CHECKING:
     from baton_engine.executor import Executor
     from baton_engine.runner import LoadModel, ModelFacts, ModelRunner, Progress
+    from baton_kv.layout import PageLayout
     from baton_memory import HandoffConnection
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class ModelProcess:
         # What is alive now stays so; the collector need not walk it again in the middle of a step.
         gc.collect()
         gc.freeze()
-        return executor, _describe(spec, runner.facts, layout.pages)
+        return executor, _describe(spec, runner.facts, layout)
 
     def _step(self, plan: StepPlan) -> None:
         started_ns = time.monotonic_ns()
@@ -209,7 +209,7 @@ def _load_checkpoint(spec: EngineSpec, progress: Progress) -> ModelRunner:
     return load_model(spec, progress)
 
 
-def _describe(spec: EngineSpec, facts: ModelFacts, pages: int) -> EngineInfo:
+def _describe(spec: EngineSpec, facts: ModelFacts, layout: PageLayout) -> EngineInfo:
     return EngineInfo(
         model=facts.model,
         fingerprint=facts.fingerprint,
@@ -219,10 +219,10 @@ def _describe(spec: EngineSpec, facts: ModelFacts, pages: int) -> EngineInfo:
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,
         max_model_len=facts.max_model_len,
-        order=spec.order,
-        pages=pages,
-        page_size=spec.page_size,
-        element_size=ELEMENT_SIZES[spec.dtype],
+        order=layout.order,
+        pages=layout.pages,
+        page_size=layout.page_size,
+        element_size=layout.element_size,
         dtype=spec.dtype,
         max_batch=spec.max_batch,
         pid=os.getpid(),

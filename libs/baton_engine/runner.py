@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from baton_engine.messages import EngineSpec
 from baton_kv.layout import PageLayout
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model is, whatever runs it. `kv_heads` are the whole model's, `rank_kv_heads` this rank's."""
+    """What a model is, whatever runs it. `kv_heads` are the whole model's, `rank_kv_heads` this rank's.
+
+    `order` is MLA for a model with a latent cache, of one head of `head_dim` elements a token; None for one that takes
+    its keys and values in any order.
+    """
 
     model: str
     fingerprint: str
@@ -26,6 +30,7 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    order: Literal["MLA"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from .batch import ForwardBatch
-from .cache import KvCache
+from .cache import CacheShape, PagedCache
 from .config import ModelConfig
 from .errors import InvalidBatch
 from .parallel import RankGroup
+
+C = TypeVar("C", bound=PagedCache)
 
 
 class Model(ABC):
@@ -28,9 +31,14 @@ class Model(ABC):
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What this rank's cache must hold; `cache.open_cache` makes one."""
+        return CacheShape(self.config.layers, self.rank_kv_heads, self.config.head_dim)
+
     @abstractmethod
     def forward(
-        self, batch: ForwardBatch, cache: KvCache, on_layer: Callable[[int], None] | None = None
+        self, batch: ForwardBatch, cache: PagedCache, on_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """Runs all layers over the batch's N new tokens and stores their KV entries in the cache's pages.
 
@@ -43,19 +51,13 @@ class Model(ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 `[M, vocab_size]` for rows `[M, hidden_size]` of what `forward` returned."""
 
-    def check(self, batch: ForwardBatch, cache: KvCache) -> None:
-        """Raises `InvalidBatch` where batch or cache doesn't fit this model."""
+    def check(self, batch: ForwardBatch, cache: PagedCache, kind: type[C]) -> C:
+        """The cache, as one of that kind. Raises `InvalidBatch` where batch or cache doesn't fit this model."""
         batch.validate()
         config = self.config
-        if (cache.layers, cache.kv_heads, cache.head_dim, cache.dtype) != (
-            config.layers,
-            self.rank_kv_heads,
-            config.head_dim,
-            self.dtype,
-        ):
+        if not isinstance(cache, kind) or (cache.shape, cache.dtype) != (self.cache_shape, self.dtype):
             raise InvalidBatch(
-                f"the cache has {cache.layers} layers of {cache.kv_heads} KV heads of {cache.head_dim} in "
-                f"{cache.dtype}; the rank needs {config.layers}, {self.rank_kv_heads}, {config.head_dim} and "
+                f"the cache has {_text(cache.shape)} in {cache.dtype}; the rank needs {_text(self.cache_shape)} in "
                 f"{self.dtype}"
             )
         longest = max(batch.context_lens, default=0)
@@ -73,3 +75,9 @@ class Model(ABC):
                 f"token ids are {int(batch.token_ids.min())} to {int(batch.token_ids.max())}; they must be in "
                 f"[0, {config.vocab_size})"
             )
+        return cache
+
+
+def _text(shape: CacheShape) -> str:
+    entries = "latent entries" if shape.latent else f"{shape.kv_heads} KV heads"
+    return f"{shape.layers} layers of {entries} of {shape.head_dim}"

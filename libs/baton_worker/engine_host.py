@@ -80,7 +80,7 @@ class EngineHost:
 
     @property
     def shard_map(self) -> ShardMap:
-        return ShardMap(kv_heads_total=self.info.kv_heads, tp=self.info.ranks)
+        return ShardMap(self.info.kv_heads, self.info.ranks, mla=self.info.order == "MLA")
 
     @property
     def alive(self) -> bool:

@@ -130,7 +130,12 @@ class KvReceiver:
         prompt_tokens = len(request.prompt_token_ids)
         session = await engine.link.session(AGENT_WAIT_S)
         expected = expected_extents(
-            ShardMap(info.kv_heads, worker.sharding.tensor_parallel or 1, worker.sharding.data_parallel or 1, False),
+            ShardMap(
+                info.kv_heads,
+                worker.sharding.tensor_parallel or 1,
+                worker.sharding.data_parallel or 1,
+                mla=info.order == "MLA",
+            ),
             engine.shard_map,
             info.order,
             prompt_tokens=prompt_tokens,

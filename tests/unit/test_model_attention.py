@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_model.attention.cpu import PADDING_ALLOWANCE, CpuAttention, group_by_length
+from baton_model.attention.cpu import CpuAttention
+from baton_model.attention.paging import PADDING_ALLOWANCE, group_by_length
 from baton_model.batch import ForwardBatch
 from baton_model.cache import KvCache
 from baton_model.errors import InvalidBatch

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 
 from ..batch import ForwardBatch
-from ..cache import KvCache
+from ..cache import KvCache, LatentCache
+from ..layers.latent import LatentHeads
 
 
 class AttentionStep(ABC):
@@ -28,6 +29,23 @@ class AttentionStep(ABC):
         """
 
 
+class LatentAttentionStep(ABC):
+    """Multi-head latent attention of one forward pass, good for every layer of it and for nothing else."""
+
+    @abstractmethod
+    def __call__(self, layer: int, queries: torch.Tensor, entries: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+        """Stores the new latent entries of a layer, then attends, absorbed or expanded as the backend sees fit.
+
+        `queries`: `[N, heads, nope + rope]`; `entries`: `[N, latent + rope]`, the normalised latent and the shared
+        key part; rotary parts rotated already, in the order of the batch, possibly strided. Token i of a sequence
+        attends to the sequence's tokens 0 to i, those of earlier passes included. Scores and values are as
+        `LatentHeads` says.
+
+        The promises about pages are those of `AttentionStep`. Returns `[N, heads * value]` in the queries' dtype, owned
+        by the caller.
+        """
+
+
 class AttentionBackend(ABC):
     """Plans attention for a forward pass. Holds nothing of a batch between passes, and never a cache."""
 
@@ -35,3 +53,7 @@ class AttentionBackend(ABC):
     def plan(self, batch: ForwardBatch, cache: KvCache) -> AttentionStep:
         """All work that depends on the batch but not on the layer. The batch has been validated; its page tables may
         not change while the step is in use. Raises `InvalidBatch` where pages are missing or out of range."""
+
+    @abstractmethod
+    def plan_latent(self, batch: ForwardBatch, cache: LatentCache) -> LatentAttentionStep:
+        """As `plan`, for models with a latent cache."""

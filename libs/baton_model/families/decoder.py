@@ -13,7 +13,7 @@ import torch
 
 from ..attention.base import AttentionBackend, AttentionStep
 from ..batch import ForwardBatch
-from ..cache import KvCache
+from ..cache import KvCache, PagedCache
 from ..config import ModelConfig
 from ..layers.rotary import Rotary, Rotation
 from ..model import Model
@@ -76,11 +76,10 @@ class Decoder(Model):
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, cache: KvCache, on_layer: Callable[[int], None] | None = None
+        self, batch: ForwardBatch, cache: PagedCache, on_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        self.check(batch, cache)
-        attend = self.backend.plan(batch, cache)
+        attend = self.backend.plan(batch, self.check(batch, cache, KvCache))
         rotation = self.rotary(batch.positions)
         x = self.embedding(batch.token_ids)
         total = self.group.all_reduce
