@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .errors import InvalidKvArgument, KvError
 from .free_runs import FreeRuns
+from .prefix_index import PrefixIndex
 
 
 class PoolExhausted(KvError):
@@ -55,7 +56,7 @@ class OwnerNotQuarantined(KvError):
 
 
 class PageNotHeld(KvError):
-    """A page that nobody holds can't be shared: it may be given to anyone at any moment."""
+    """A page that nobody holds, and that is not kept, can't be shared: it may be given to anyone at any moment."""
 
     status = "FAILED_PRECONDITION"
     reason = "KV_PAGE_NOT_HELD"
@@ -92,6 +93,10 @@ class PagePool:
     its last owner lets go. An owner in quarantine goes on holding its pages until `release_quarantine`; while one
     does, the page counts as quarantined, whoever else holds it. Always: `free + held + quarantined == total`.
 
+    Pages whose contents are worth finding again are told to `keep`. They count as free as soon as nobody holds them,
+    but are given to somebody else only when no others are left, least recently used first; until then `match` finds
+    them by what they hold. Pages in quarantine are never kept: nobody knows what is written into them.
+
     Every method either does all that it says, or raises and changes nothing.
     """
 
@@ -100,6 +105,9 @@ class PagePool:
             raise InvalidKvArgument(f"pages is {pages}; a pool has at least 1", pages=pages)
         self._total = pages
         self._runs = FreeRuns(pages)
+        self._kept = PrefixIndex()
+        # Kept pages that were given to somebody else, ever.
+        self.evicted = 0
         self._holds = [0] * pages
         self._quarantine_holds = [0] * pages
         self._quarantined_pages = 0
@@ -112,7 +120,13 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        return self._runs.pages
+        """Pages that nobody holds, kept ones included."""
+        return self._runs.pages + self._kept.idle
+
+    @property
+    def kept(self) -> int:
+        """Pages that `match` finds, whether somebody holds them or not."""
+        return len(self._kept)
 
     @property
     def quarantined(self) -> int:
@@ -126,7 +140,7 @@ class PagePool:
 
     @property
     def longest_free_run(self) -> int:
-        """Most neighbouring pages that one allocation can get."""
+        """Most neighbouring pages that one allocation can get without taking kept ones."""
         return self._runs.longest
 
     @property
@@ -144,33 +158,55 @@ class PagePool:
         return sorted(self._known(owner))
 
     def free_runs(self) -> list[range]:
-        """The free pages as runs of neighbours, in order."""
+        """The free pages that are not kept as runs of neighbours, in order."""
         return self._runs.runs()
 
     def oldest_quarantine_age(self, now: float) -> float:
         """How long the oldest quarantine has lasted, in the unit of the caller's clock; 0 without one."""
         return max((now - quarantine.since for quarantine in self._quarantines.values()), default=0.0)
 
-    def allocate(self, count: int, owner: Hashable) -> list[int]:
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Kept pages with the longest prefix of these keys (of `PageChain`), in order; whoever wants them holds them
+        before anything else is allocated: `allocate` does it at once."""
+        return self._kept.match(keys)
+
+    def key_of(self, page: int) -> bytes | None:
+        """Under which key a page is kept, if it is."""
+        return self._kept.key_of(page)
+
+    def missing(self, count: int, prefix: Sequence[int] = ()) -> int:
+        """Pages that must be let go before `count` can be allocated after `prefix`; 0 if they can be now."""
+        idle = sum(self._kept.is_idle(page) for page in prefix)
+        return max(0, count - (self.free - idle))
+
+    def allocate(self, count: int, owner: Hashable, prefix: Sequence[int] = ()) -> list[int]:
         """Gives `count` free pages to `owner`, sorted, in as few runs of neighbours as best fit finds.
 
-        An owner may allocate again, which adds to what it holds; `count` may be 0, which makes the owner known.
-        Raises `PoolExhausted`, `OwnerQuarantined`, `InvalidKvArgument`.
+        An owner may allocate again, which adds to what it holds; `count` may be 0, which makes the owner known. With
+        `prefix`, pages of `match`, the owner holds these as well. Raises `PoolExhausted`, `OwnerQuarantined`,
+        `InvalidKvArgument`, and what `hold` raises.
         """
         if count < 0:
             raise InvalidKvArgument(f"count is {count}; it must not be negative", count=count)
         if owner in self._quarantines:
             raise OwnerQuarantined(owner)
-        if count > self.free:
-            raise PoolExhausted(count, self.free)
+        missing = self.missing(count, prefix)
+        if missing:
+            raise PoolExhausted(count, count - missing)
+        self.hold(prefix, owner)
+        if count > self._runs.pages:
+            evicted = self._kept.evict(count - self._runs.pages)
+            self.evicted += len(evicted)
+            self._runs.give(evicted)
         pages = self._runs.take(count)
         for page in pages:
             self._holds[page] = 1
-        self._pages_of.setdefault(owner, set()).update(pages)
+        self._pages_of[owner].update(pages)
         return pages
 
     def hold(self, pages: Iterable[int], owner: Hashable) -> None:
-        """Makes `owner` one more owner of pages that somebody holds; those it holds already stay as they are.
+        """Makes `owner` one more owner of pages that somebody holds or that are kept; those it holds already stay as
+        they are.
 
         Raises `PageNotHeld`, `PageQuarantined`, `OwnerQuarantined`, `InvalidKvArgument`.
         """
@@ -180,14 +216,34 @@ class PagePool:
         for page in wanted:
             if not 0 <= page < self._total:
                 raise InvalidKvArgument(f"page is {page}; it must be in [0, {self._total})", page=page)
-            if not self._holds[page]:
+            if not self._holds[page] and page not in self._kept:
                 raise PageNotHeld(page)
             if self._quarantine_holds[page]:
                 raise PageQuarantined(page)
         own = self._pages_of.setdefault(owner, set())
+        self._kept.hold(wanted)
         for page in wanted - own:
             self._holds[page] += 1
         own |= wanted
+
+    def keep(self, keys: Sequence[bytes], pages: Sequence[int]) -> int:
+        """From now on `match` finds these pages under these keys, the first ones of their chain; how many are new.
+
+        They are complete in every layer, somebody holds them, and nobody writes into them any more. Where a key has a
+        page already, that one stays, and the other is free when it is let go. Nothing is kept from a page in quarantine
+        on. Raises `PageNotHeld`, `InvalidKvArgument`.
+        """
+        if len(keys) != len(pages):
+            raise InvalidKvArgument(f"{len(keys)} keys for {len(pages)} pages", keys=len(keys), pages=len(pages))
+        usable = len(pages)
+        for position, page in reversed(list(enumerate(pages))):
+            if not 0 <= page < self._total:
+                raise InvalidKvArgument(f"page is {page}; it must be in [0, {self._total})", page=page)
+            if not self._holds[page]:
+                raise PageNotHeld(page)
+            if self._quarantine_holds[page]:
+                usable = position
+        return self._kept.add(keys[:usable], pages[:usable])
 
     def release(self, owner: Hashable) -> None:
         """Ends all holds of `owner`; pages without another owner become free.
@@ -200,7 +256,8 @@ class PagePool:
         self._let_go(owner)
 
     def quarantine(self, owner: Hashable, reason: str, now: float) -> None:
-        """Keeps the owner's pages back until `release_quarantine`: a write may still touch them.
+        """Keeps the owner's pages back until `release_quarantine`: a write may still touch them. None of them is kept
+        for `match` any more, nor any that follows one of them.
 
         Raises `UnknownOwner`, `OwnerQuarantined`.
         """
@@ -210,6 +267,7 @@ class PagePool:
         for page in pages:
             self._quarantined_pages += not self._quarantine_holds[page]
             self._quarantine_holds[page] += 1
+        self._runs.give(self._kept.forget(pages))
         self._quarantines[owner] = Quarantine(reason=reason, since=now, pages=len(pages))
 
     def release_quarantine(self, owner: Hashable) -> None:
@@ -238,4 +296,6 @@ class PagePool:
             self._holds[page] -= 1
             if not self._holds[page]:
                 freed.append(page)
-        self._runs.give(freed)
+        kept = [page for page in freed if page in self._kept]
+        self._kept.let_go(kept)
+        self._runs.give([page for page in freed if page not in self._kept])
