@@ -13,7 +13,7 @@ import torch
 
 from ..batch import ForwardBatch
 from ..cache import PagedCache
-from ..errors import InvalidBatch
+from .pages import begun_pages, page_tables
 
 # Queries of a chunk that attend together. Keys after a tile's last query are never looked at, so smaller tiles skip
 # more of the triangle, and larger ones run faster.
@@ -76,8 +76,7 @@ class PagePlan:
 
 def plan_pages(batch: ForwardBatch, cache: PagedCache) -> PagePlan:
     """Raises `InvalidBatch` where pages are missing or out of range."""
-    tables = [batch.table(i, -(-length // cache.page_size)) for i, length in enumerate(batch.context_lens)]
-    _check_pages(tables, cache)
+    tables = page_tables(batch, cache.page_size, cache.pages)
     starts = [0]
     for length in batch.query_lens:
         starts.append(starts[-1] + length)
@@ -98,7 +97,7 @@ def plan_pages(batch: ForwardBatch, cache: PagedCache) -> PagePlan:
                 cache,
             )
         )
-    begun = _begun_pages(batch, tables, cache.page_size)
+    begun = begun_pages(batch, tables, cache.page_size)
     return PagePlan(_new_rows(batch, tables, cache), cache.page_rows([begun]) if begun else None, chunks, decodes)
 
 
@@ -116,17 +115,6 @@ def group_by_length(lengths: Sequence[int], allowance: int) -> list[list[int]]:
     return groups
 
 
-def _check_pages(tables: Sequence[Sequence[int]], cache: PagedCache) -> None:
-    for sequence, table in enumerate(tables):
-        for page in (min(table), max(table)):
-            if not 0 <= page < cache.pages:
-                raise InvalidBatch(
-                    f"sequence {sequence} names page {page}; the cache has pages 0 to {cache.pages - 1}",
-                    sequence=sequence,
-                    page=page,
-                )
-
-
 def _new_rows(batch: ForwardBatch, tables: Sequence[Sequence[int]], cache: PagedCache) -> torch.Tensor:
     """Rows of the cache that this batch's tokens go to."""
     places = [
@@ -136,19 +124,6 @@ def _new_rows(batch: ForwardBatch, tables: Sequence[Sequence[int]], cache: Paged
     ]
     pages, offsets = torch.tensor(places, dtype=torch.int64).unbind(1)
     return cache.token_rows(pages, offsets)
-
-
-def _begun_pages(batch: ForwardBatch, tables: Sequence[Sequence[int]], page_size: int) -> list[int]:
-    """Pages whose first token this batch writes, and whose last it doesn't.
-
-    They are cleared first. What an earlier owner left there would otherwise travel with the page to other workers, and
-    a masked score or value that is not a number still spoils a sum.
-    """
-    return [
-        table[-1]
-        for query, context, table in zip(batch.query_lens, batch.context_lens, tables, strict=True)
-        if 0 < context % page_size <= query
-    ]
 
 
 def _plan_chunk(start: int, query: int, context: int, table: Sequence[int], cache: PagedCache) -> Chunk:
