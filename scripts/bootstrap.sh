@@ -111,7 +111,7 @@ torch_index() {
     if [ -n "${BATON_TORCH_INDEX:-}" ]; then echo "--extra-index-url=$BATON_TORCH_INDEX"; fi
 }
 
-NATIVE="$(hash_of protos CMakeLists.txt libs/baton_fabric/native)"
+NATIVE="$(hash_of protos CMakeLists.txt libs/baton_fabric/native libs/baton_engine/native)"
 DEPENDENCIES="$(hash_of pyproject.toml "$CONSTRAINTS" scripts/bootstrap.sh)"
 
 if stamped "dependencies-dev" "$DEPENDENCIES" || stamped "dependencies-$LEVEL" "$DEPENDENCIES"; then

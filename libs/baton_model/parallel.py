@@ -27,6 +27,14 @@ class RankGroup(ABC):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x [..., n]` side by side in order of rank: `[..., sum of n]`. The ranks' n may differ."""
 
+    def begin(self, step: int) -> None:  # noqa: B027 - most groups have nothing to do
+        """Step `step` begins, a higher one than the last. No rank calls this before all have left the former step, by
+        which a rank that failed in it is in step with the others again."""
+
+    def abort(self) -> None:  # noqa: B027
+        """This rank leaves the step before its end: the others' calls of this step raise GroupBroken, now or when they
+        are made."""
+
 
 class Solo(RankGroup):
     """The group of a model that is not sharded."""
