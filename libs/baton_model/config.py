@@ -33,11 +33,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Routed experts: `count` in each of `layers`, of which a token goes through `active`. `normalised`: the factors of
+    those sum to 1. The other layers have a feed-forward block of the model's `intermediate_size`."""
+
+    count: int
+    active: int
+    intermediate_size: int
+    normalised: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and switches of one model, the same whatever file they came from.
 
     `context_length` is the most tokens a sequence may have. `bos_token_id` and `eos_token_ids` are as the checkpoint
-    states them; empty or None where it doesn't. `attention_bias` is of the query, key and value projections.
+    states them; empty or None where it doesn't. `attention_bias` is of the query, key and value
+    projections; `head_norm`: queries and keys are normalised, head by head, before they are rotated.
     """
 
     family: str
@@ -55,5 +68,7 @@ class ModelConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    head_norm: bool = False
+    experts: ExpertsConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

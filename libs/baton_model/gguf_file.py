@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from .settings import Settings
 from .weights import WeightSource
 
 _LENGTH = struct.Struct("<Q")
+_EXPERT = re.compile(r"(\.mlp\.experts)\.(\d+)\.")
 _ROTATED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 
 
@@ -86,6 +87,9 @@ class GgufFile:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Outermost dimension first. Raises `MissingTensor`."""
         return tuple(int(size) for size in reversed(self._find(name).shape))
@@ -135,21 +139,27 @@ class GgufWeights(WeightSource):
         self._heads = {"q": heads, "k": kv_heads} if interleaved_rotary else {}
 
     def __len__(self) -> int:
-        return len(self._file)
+        return sum(self._file.shape(name)[0] if "_exps." in name else 1 for name in self._file)
 
     def __contains__(self, name: str) -> bool:
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        return found is not None and found in self._file
+        try:
+            self._place(name)
+        except MissingTensor:
+            return False
+        return True
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
-        return self._file.shape(self._gguf_name(name))
+        stored, outer = self._place(name)
+        return self._file.shape(stored)[len(outer) :]
 
     def read(self, name: str, slices: Sequence[range] = ()) -> torch.Tensor:
         """See `WeightSource.read`."""
-        stored, rotated = self._gguf_name(name), _ROTATED.search(name)
+        stored, outer = self._place(name)
+        rotated = _ROTATED.search(name)
         if rotated is None or rotated[1] not in self._heads:
-            return torch.from_numpy(self._file.read(stored, slices))
+            values = self._file.read(stored, [*outer, *slices])
+            return torch.from_numpy(values.reshape(values.shape[len(outer) :]))
         # Reordered within each head, so whole heads are read.
         rows = self._file.shape(stored)[0]
         size, wanted = rows // self._heads[rotated[1]], slices[0] if slices else range(rows)
@@ -158,8 +168,14 @@ class GgufWeights(WeightSource):
         pairs = tensor.view(-1, size // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)[wanted.start - first : wanted.stop - first]
 
-    def _gguf_name(self, name: str) -> str:
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+    def _place(self, name: str) -> tuple[str, list[range]]:
+        """The GGUF tensor that holds a tensor, and where in its first dimension. Raises `MissingTensor`."""
+        # The experts of a layer are one tensor there, `[experts, rows, columns]`.
+        expert = _EXPERT.search(name)
+        outer = [] if expert is None else [range(int(expert[2]), int(expert[2]) + 1)]
+        found = self._names.get_name(_EXPERT.sub(r"\1.", name), try_suffixes=(".weight", ".bias"))
         if found is None or found not in self._file:
             raise MissingTensor(name if found is None else f"{found} ({name})", self.path)
-        return str(found)
+        if any(part.stop > self._file.shape(found)[0] for part in outer):
+            raise MissingTensor(f"{found} ({name})", self.path)
+        return str(found), outer

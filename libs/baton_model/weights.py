@@ -151,6 +151,10 @@ class WeightReader:
             raise WrongShape(name, shape, found, self.source.path)
         if target.numel():
             target.copy_(self.source.read(name, slices))
-        self._done += 1
+        self.leave_out(1)
+
+    def leave_out(self, tensors: int) -> None:
+        """Counts tensors as read that this rank has no use for."""
+        self._done += tensors
         if self._progress is not None:
             self._progress(self._done / max(self._done, len(self.source)))

@@ -14,12 +14,12 @@ from baton_model.layers.rotary import Rotary, attention_factor, frequencies
 from baton_model.loaders import load_model
 from baton_model.model import Model
 from paged_runner import PagedRunner
-from small_llama import SmallLlama
+from small_models import SmallModel
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Model:
-    return load_model(SmallLlama(layers=3).write_hugging_face(tmp_path_factory.mktemp("model")), "float32")
+    return load_model(SmallModel(layers=3).write_hugging_face(tmp_path_factory.mktemp("model")), "float32")
 
 
 def test_layers_are_reported_once_their_entries_are_in_the_pages(model):
@@ -74,7 +74,7 @@ def test_a_bad_batch_is_refused_before_anything_is_written(model, batch, complai
 
 
 def test_a_cache_of_another_model_is_refused(model, tmp_path):
-    other = load_model(SmallLlama(layers=2).write_hugging_face(tmp_path), "float32")
+    other = load_model(SmallModel(layers=2).write_hugging_face(tmp_path), "float32")
     with pytest.raises(InvalidBatch, match="2 layers"):
         model.forward(ForwardBatch.build([([1], 0)], [[0]]), PagedRunner(other, pages=1).cache)
 

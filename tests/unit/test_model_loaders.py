@@ -24,7 +24,7 @@ from baton_model.fingerprint import fingerprint
 from baton_model.gguf_file import GgufFile, GgufWeights
 from baton_model.loaders import load_config, load_model
 from paged_runner import PagedRunner
-from small_llama import SmallLlama
+from small_models import SmallModel
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 Kind = gguf.GGMLQuantizationType
@@ -37,14 +37,14 @@ def logits(path) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_both_formats_give_the_same_model(tmp_path, tied, bias):
-    small = SmallLlama(tied=tied, bias=bias)
+    small = SmallModel(tied=tied, bias=bias)
     single = logits(small.write_hugging_face(tmp_path / "single"))
     assert torch.equal(logits(small.write_hugging_face(tmp_path / "sharded", shards=3)), single)
     torch.testing.assert_close(logits(small.write_gguf(tmp_path / "small.gguf")), single)
 
 
 def test_both_formats_give_the_same_config(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     from_directory = load_config(small.write_hugging_face(tmp_path / "hf", eos_token_id=2))
     from_file = load_config(small.write_gguf(tmp_path / "small.gguf"))
     assert from_file.rms_norm_eps == pytest.approx(from_directory.rms_norm_eps)
@@ -67,7 +67,7 @@ def test_both_formats_give_the_same_config(tmp_path):
     ],
 )
 def test_rope_scaling_of_gguf_and_of_older_config_files(tmp_path, stored, loaded):
-    small = SmallLlama()
+    small = SmallModel()
     expected = logits(small.write_hugging_face(tmp_path / "hf", rope_scaling=loaded))
     torch.testing.assert_close(logits(small.write_gguf(tmp_path / "small.gguf", **stored)), expected)
     plain = logits(small.write_hugging_face(tmp_path / "plain"))
@@ -75,7 +75,7 @@ def test_rope_scaling_of_gguf_and_of_older_config_files(tmp_path, stored, loaded
 
 
 def test_gguf_stores_llama3_scaling_as_divisors(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     scaling = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -96,7 +96,7 @@ def test_gguf_stores_llama3_scaling_as_divisors(tmp_path):
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
 def test_gguf_tensor_types(tmp_path, kind):
-    small = SmallLlama()
+    small = SmallModel()
     file = GgufFile(small.write_gguf(tmp_path / "small.gguf", kind))
     source = GgufWeights(file, layers=2, heads=4, kv_heads=2, interleaved_rotary=True)
     assert len(source) == len(small.state)
@@ -109,7 +109,7 @@ def test_gguf_tensor_types(tmp_path, kind):
 
 def test_the_quick_header_reader_agrees_with_the_library(tmp_path):
     words = ["", "a", "ä" * 300, "\n"]
-    path = SmallLlama().write_gguf(tmp_path / "small.gguf", vocabulary=words)
+    path = SmallModel().write_gguf(tmp_path / "small.gguf", vocabulary=words)
     quick, library = GgufFile(path), gguf.GGUFReader(path)
     assert quick.data_offset == library.data_offset
     assert quick.tensor_offsets() == [tensor.data_offset for tensor in library.tensors]
@@ -122,14 +122,14 @@ def test_the_quick_header_reader_agrees_with_the_library(tmp_path):
 
 def test_progress_is_told_up_to_the_end(tmp_path):
     seen: list[float] = []
-    load_model(SmallLlama().write_hugging_face(tmp_path), "bfloat16", progress=seen.append)
+    load_model(SmallModel().write_hugging_face(tmp_path), "bfloat16", progress=seen.append)
     assert seen == sorted(seen)
     assert len(seen) == 20
     assert seen[-1] == 1.0
 
 
 def test_a_missing_tensor_is_named(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     del small.state["model.layers.1.mlp.up_proj.weight"]
     for path in (small.write_hugging_face(tmp_path / "hf"), small.write_gguf(tmp_path / "small.gguf")):
         with pytest.raises(MissingTensor, match=r"model\.layers\.1\.mlp\.up_proj\.weight") as error:
@@ -141,11 +141,11 @@ def test_a_missing_tensor_is_named(tmp_path):
 
 def test_an_untied_model_without_a_head(tmp_path):
     with pytest.raises(MissingTensor, match="lm_head"):
-        load_model(SmallLlama(tied=True).write_hugging_face(tmp_path, tie_word_embeddings=False), "float32")
+        load_model(SmallModel(tied=True).write_hugging_face(tmp_path, tie_word_embeddings=False), "float32")
 
 
 def test_a_tensor_that_the_index_promises_and_no_shard_has(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     directory = small.write_hugging_face(tmp_path, shards=2)
     shard = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]["model.norm.weight"]
     kept = {n: t for i, (n, t) in enumerate(small.state.items()) if i % 2 == int(shard[5]) and n != "model.norm.weight"}
@@ -158,7 +158,7 @@ def test_a_tensor_that_the_index_promises_and_no_shard_has(tmp_path):
 
 
 def test_a_wrong_shape_is_named(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     small.state["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 32), dtype=np.float32)
     with pytest.raises(WrongShape, match=r"k_proj.*\[16, 32\].*\[32, 32\]") as error:
         load_model(small.write_hugging_face(tmp_path), "float32")
@@ -167,14 +167,14 @@ def test_a_wrong_shape_is_named(tmp_path):
 
 
 def test_an_integer_tensor_is_refused(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     small.state["model.norm.weight"] = np.ones(32, dtype=np.int32)
     with pytest.raises(UnsupportedTensorType, match=r"model\.norm\.weight.*int32"):
         load_model(small.write_hugging_face(tmp_path), "float32")
 
 
 def test_an_unknown_family_is_named_beside_the_known_ones(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     directory = small.write_hugging_face(tmp_path / "hf", architectures=["MambaForCausalLM"])
     with pytest.raises(UnknownFamily, match=r"MambaForCausalLM.*LlamaForCausalLM"):
         load_config(directory)
@@ -201,11 +201,11 @@ def test_an_unknown_family_is_named_beside_the_known_ones(tmp_path):
 )
 def test_a_bad_setting_is_named(tmp_path, settings, complaint):
     with pytest.raises(InvalidConfig, match=complaint):
-        load_config(SmallLlama().write_hugging_face(tmp_path, **settings))
+        load_config(SmallModel().write_hugging_face(tmp_path, **settings))
 
 
 def test_what_is_no_checkpoint(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     with pytest.raises(CheckpointNotFound):
         load_config(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFound, match=r"config\.json"):
@@ -230,11 +230,11 @@ def test_what_is_no_checkpoint(tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_other_dtypes_are_refused(tmp_path, dtype):
     with pytest.raises(InvalidConfig, match=dtype):
-        load_model(SmallLlama().write_hugging_face(tmp_path), dtype)
+        load_model(SmallModel().write_hugging_face(tmp_path), dtype)
 
 
 def test_a_fingerprint_is_of_the_model_not_of_its_place(tmp_path):
-    small = SmallLlama()
+    small = SmallModel()
     path, directory = small.write_gguf(tmp_path / "a.gguf"), small.write_hugging_face(tmp_path / "hf", shards=2)
     shutil.copy(path, tmp_path / "b.gguf")
     shutil.copytree(directory, tmp_path / "copy")
@@ -247,12 +247,12 @@ def test_fingerprints_differ_where_models_do(tmp_path):
         fingerprint(small.write_hugging_face(tmp_path / f"{i}", **settings))
         for i, (small, settings) in enumerate(
             [
-                (SmallLlama(), {}),
-                (SmallLlama(seed=1), {}),
-                (SmallLlama(), {"rope_theta": 500.0}),
-                (SmallLlama(tied=False), {}),
+                (SmallModel(), {}),
+                (SmallModel(seed=1), {}),
+                (SmallModel(), {"rope_theta": 500.0}),
+                (SmallModel(tied=False), {}),
             ]
         )
     }
-    found |= {fingerprint(SmallLlama(seed=seed).write_gguf(tmp_path / f"{seed}.gguf")) for seed in (0, 1)}
+    found |= {fingerprint(SmallModel(seed=seed).write_gguf(tmp_path / f"{seed}.gguf")) for seed in (0, 1)}
     assert len(found) == 6

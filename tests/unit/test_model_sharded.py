@@ -13,7 +13,7 @@ from baton_model.loaders import load_model
 from baton_model.parallel import SOLO, RankGroup
 from paged_runner import PagedRunner
 from rank_threads import on_ranks
-from small_llama import SmallLlama
+from small_models import SmallModel
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 
@@ -29,7 +29,7 @@ def logits(path: Path, group: RankGroup = SOLO, order: str = "HND") -> torch.Ten
 )
 @pytest.mark.parametrize("form", ["hugging face", "gguf"])
 def test_every_rank_has_the_logits_of_the_whole_model(tmp_path, heads, kv_heads, ranks, form):
-    small = SmallLlama(heads=heads, kv_heads=kv_heads, vocabulary=67, inner=50, tied=heads % 2 == 0, bias=heads > 4)
+    small = SmallModel(heads=heads, kv_heads=kv_heads, vocabulary=67, inner=50, tied=heads % 2 == 0, bias=heads > 4)
     path = small.write_hugging_face(tmp_path / "hf") if form != "gguf" else small.write_gguf(tmp_path / "small.gguf")
     whole = logits(path)
     for order in ("HND", "NHD"):
@@ -39,9 +39,9 @@ def test_every_rank_has_the_logits_of_the_whole_model(tmp_path, heads, kv_heads,
 
 
 def test_ranks_that_the_heads_do_not_allow(tmp_path):
-    directory = SmallLlama(heads=6, kv_heads=2).write_hugging_face(tmp_path / "a")
+    directory = SmallModel(heads=6, kv_heads=2).write_hugging_face(tmp_path / "a")
     with pytest.raises(ShardingImpossible, match="3 ranks can't hold 2 heads"):
         on_ranks(3, lambda group: load_model(directory, "float32", group=group))
-    directory = SmallLlama(heads=2, kv_heads=2).write_hugging_face(tmp_path / "b")
+    directory = SmallModel(heads=2, kv_heads=2).write_hugging_face(tmp_path / "b")
     with pytest.raises(InvalidConfig, match="4 ranks can't share 2 query heads"):
         on_ranks(4, lambda group: load_model(directory, "float32", group=group))

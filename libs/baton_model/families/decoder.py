@@ -15,6 +15,8 @@ from ..attention.base import AttentionBackend, AttentionStep
 from ..batch import ForwardBatch
 from ..cache import KvCache, PagedCache
 from ..config import ModelConfig
+from ..layers.attention import GroupedQueryAttention
+from ..layers.feed_forward import GatedFeedForward
 from ..layers.rotary import Rotary, Rotation
 from ..model import Model
 from ..shares import head_share
@@ -95,3 +97,15 @@ class Decoder(Model):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
         return self.head(hidden)
+
+
+def self_attention(config: ModelConfig, weights: WeightReader) -> Callable[[int], GroupedQueryAttention]:
+    """Grouped-query attention in every layer."""
+    return lambda layer: GroupedQueryAttention(f"model.layers.{layer}.self_attn", config, layer, weights)
+
+
+def dense_feed_forward(config: ModelConfig, weights: WeightReader) -> Callable[[int], GatedFeedForward]:
+    """A feed-forward block in every layer."""
+    return lambda layer: GatedFeedForward(
+        f"model.layers.{layer}.mlp", config.hidden_size, config.intermediate_size, config.mlp_bias, weights
+    )

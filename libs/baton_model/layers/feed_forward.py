@@ -12,11 +12,20 @@ from ..weights import WeightReader
 class GatedFeedForward:
     """`down(silu(gate) * up)`; gate and up are one matrix, so that they cost one product.
 
-    A rank has a share of the inner neurons: what it returns is its part of a sum over the ranks.
+    A rank has a share of the inner neurons, an even one unless told otherwise: what it returns is its part of a sum
+    over the ranks.
     """
 
-    def __init__(self, name: str, hidden_size: int, inner: int, bias: bool, weights: WeightReader) -> None:
-        share = even_share(inner, weights.group)
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        inner: int,
+        bias: bool,
+        weights: WeightReader,
+        share: range | None = None,
+    ) -> None:
+        share = even_share(inner, weights.group) if share is None else share
         self.gate_up = weights.column_parallel(
             [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], [share, share], hidden_size, bias
         )

@@ -17,3 +17,15 @@ class RmsNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """The same over each head by itself, every head with a weight of its own: weight `[heads, head_dim]`."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> None:
+        """Normalises `x [N, heads, head_dim]` in place."""
+        torch.mul(F.rms_norm(x, x.shape[-1:], None, self.eps), self.weight, out=x)
