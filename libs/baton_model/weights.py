@@ -69,12 +69,19 @@ class WeightReader:
         self._progress = progress
         self._done = 0
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """One parameter of exactly this shape, in the model's dtype and on its device.
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One parameter of exactly this shape, in the model's dtype unless another is given, and on its device.
 
         Raises `MissingTensor`, `WrongShape`, `UnsupportedTensorType`."""
-        result = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._fill(result, name, shape, [range(size) for size in shape])
+        return self.part(name, shape, [range(size) for size in shape], dtype)
+
+    def part(
+        self, name: str, shape: tuple[int, ...], slices: Sequence[range], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """These slices, one a dimension, of a parameter of exactly this shape. Raises as `tensor` does."""
+        sizes = [len(taken) for taken in slices]
+        result = torch.empty(sizes, dtype=dtype or self.dtype, device=self.device)
+        self._fill(result, name, shape, slices)
         return result
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:

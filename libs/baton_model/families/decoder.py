@@ -6,14 +6,16 @@ rank's part of their result; the sum over the ranks is taken here, and makes x t
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ..attention.base import AttentionBackend, AttentionStep
+from ..attention.base import AttentionBackend, AttentionStep, LatentAttentionStep
 from ..batch import ForwardBatch
-from ..cache import KvCache, PagedCache
+from ..cache import CacheShape, KvCache, LatentCache, PagedCache
 from ..config import ModelConfig
 from ..layers.attention import GroupedQueryAttention
 from ..layers.feed_forward import GatedFeedForward
@@ -22,11 +24,14 @@ from ..model import Model
 from ..shares import head_share
 from ..weights import WeightReader
 
+Step = TypeVar("Step", AttentionStep, LatentAttentionStep)
+AnyStep_contra = TypeVar("AnyStep_contra", AttentionStep, LatentAttentionStep, contravariant=True)
 
-class Attention(Protocol):
+
+class Attention(Protocol[AnyStep_contra]):
     """`[N, hidden_size]` to this rank's part of as much; stores the layer's new entries in the cache."""
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, attend: AttentionStep) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, rotation: Rotation, attend: AnyStep_contra) -> torch.Tensor: ...
 
 
 class FeedForward(Protocol):
@@ -35,20 +40,40 @@ class FeedForward(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-class DecoderLayer:
+class DecoderLayer(Generic[Step]):
     """One layer of the stack, its parameters under `model.layers.{layer}`."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, weights: WeightReader, attention: Attention, feed_forward: FeedForward
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: WeightReader,
+        attention: Attention[Step],
+        feed_forward: FeedForward,
     ) -> None:
         name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         self.attention_norm = weights.norm(f"{name}.input_layernorm", size, eps)
-        self.attention = attention
+        self.attention: Attention[Step] = attention
         self.feed_forward_norm = weights.norm(f"{name}.post_attention_layernorm", size, eps)
         self.feed_forward = feed_forward
 
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        attend: Step,
+        total: Callable[[torch.Tensor], torch.Tensor],
+        stored: Callable[[], None],
+    ) -> torch.Tensor:
+        """The stream x `[N, hidden_size]`, changed. `total` sums over the ranks; `stored()` is called once every rank's
+        entries are in the pages: after the sum over what attention gave."""
+        x += total(self.attention(self.attention_norm(x), rotation, attend))
+        stored()
+        x += total(self.feed_forward(self.feed_forward_norm(x)))
+        return x
 
-class Decoder(Model):
+
+class LayerStack(Model, Generic[Step]):
     """The whole model. A family says what the blocks of layer l are: `attention(l)`, `feed_forward(l)`."""
 
     def __init__(
@@ -56,16 +81,17 @@ class Decoder(Model):
         config: ModelConfig,
         weights: WeightReader,
         backend: AttentionBackend,
-        attention: Callable[[int], Attention],
+        rotary: Rotary,
+        attention: Callable[[int], Attention[Step]],
         feed_forward: Callable[[int], FeedForward],
     ) -> None:
         self.config, self.dtype, self.device = config, weights.dtype, weights.device
         self.group = weights.group
         self.rank_kv_heads = len(head_share(config.heads, config.kv_heads, weights.group).keys)
+        self.rotary = rotary
         self.backend = backend
         self.embedding = weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.rope, config.head_dim, weights.dtype, weights.device)
-        self.layers = [
+        self.layers: list[DecoderLayer[Step]] = [
             DecoderLayer(config, layer, weights, attention(layer), feed_forward(layer))
             for layer in range(config.layers)
         ]
@@ -76,27 +102,63 @@ class Decoder(Model):
             else weights.head("lm_head", config.vocab_size, config.hidden_size)
         )
 
+    @abstractmethod
+    def plan(self, batch: ForwardBatch, cache: PagedCache) -> Step:
+        """Attention over this cache. Raises `InvalidBatch` where batch or cache doesn't fit the model."""
+
     @torch.inference_mode()
     def forward(
         self, batch: ForwardBatch, cache: PagedCache, on_layer: Callable[[int], None] | None = None
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        attend = self.backend.plan(batch, self.check(batch, cache, KvCache))
+        attend = self.plan(batch, cache)
         rotation = self.rotary(batch.positions)
         x = self.embedding(batch.token_ids)
-        total = self.group.all_reduce
         for number, layer in enumerate(self.layers):
-            x += total(layer.attention(layer.attention_norm(x), rotation, attend))
-            # After the sum: every rank's entries are in the pages then.
-            if on_layer is not None:
-                on_layer(number)
-            x += total(layer.feed_forward(layer.feed_forward_norm(x)))
+            stored = _nothing if on_layer is None else partial(on_layer, number)
+            x = layer(x, rotation, attend, self.group.all_reduce, stored)
         return self.norm(x)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
         return self.head(hidden)
+
+
+class Decoder(LayerStack[AttentionStep]):
+    """A stack over a cache of keys and values."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        backend: AttentionBackend,
+        attention: Callable[[int], Attention[AttentionStep]],
+        feed_forward: Callable[[int], FeedForward],
+    ) -> None:
+        rotary = Rotary(config.rope, config.head_dim, weights.dtype, weights.device)
+        super().__init__(config, weights, backend, rotary, attention, feed_forward)
+
+    def plan(self, batch: ForwardBatch, cache: PagedCache) -> AttentionStep:
+        """See `LayerStack.plan`."""
+        return self.backend.plan(batch, self.check(batch, cache, KvCache))
+
+
+class LatentDecoder(LayerStack[LatentAttentionStep]):
+    """A stack over a latent cache."""
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """See `Model.cache_shape`."""
+        return CacheShape(self.config.layers, 1, self.config.head_dim, latent=True)
+
+    def plan(self, batch: ForwardBatch, cache: PagedCache) -> LatentAttentionStep:
+        """See `LayerStack.plan`."""
+        return self.backend.plan_latent(batch, self.check(batch, cache, LatentCache))
+
+
+def _nothing() -> None:
+    """What is done with a layer that nobody waits for."""
 
 
 def self_attention(config: ModelConfig, weights: WeightReader) -> Callable[[int], GroupedQueryAttention]:

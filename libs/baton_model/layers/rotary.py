@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al., 2021) and the ways to stretch it.
 
-A head's dimensions i and i + head_dim/2 form a pair, which is turned by `position * frequency[i]`.
+A head's dimensions i and i + head_dim/2 form a pair, or dimensions 2i and 2i + 1 where a model has them interleaved;
+it is turned by `position * frequency[i]`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,14 @@ def attention_factor(config: RopeConfig) -> float:
     return yarn_mscale(config.factor, 1.0)
 
 
+def softmax_temperature(config: RopeConfig) -> float:
+    """What DeepSeek's models multiply scores by besides: the square of YaRN's temperature at `mscale_all_dim`, which
+    acts on all dimensions of a head where cosine and sine act on the rotated ones only."""
+    if config.kind == "default" or not config.mscale_all_dim:
+        return 1.0
+    return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
+
+
 def _yarn_dimension(config: RopeConfig, head_dim: int, turns: float) -> float:
     """The pair, as a fractional index, that turns so many times within the original context."""
     return head_dim * math.log(config.original_context_length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
@@ -77,24 +86,40 @@ class Rotation:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    interleaved: bool = False
 
     def __call__(self, x: torch.Tensor) -> None:
         """Turns `x [N, heads, head_dim]` in place."""
-        first, second = x.chunk(2, dim=-1)
-        swapped = torch.cat((second, first), dim=-1)
+        if self.interleaved:
+            swapped = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        else:
+            first, second = x.chunk(2, dim=-1)
+            swapped = torch.cat((second, first), dim=-1)
         x.mul_(self.cos).addcmul_(swapped, self.sin)
 
 
 class Rotary:
-    """Makes a `Rotation` from positions."""
+    """Makes a `Rotation` from positions. `interleaved`: pairs are neighbours."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        interleaved: bool = False,
+    ) -> None:
         self._frequencies = frequencies(config, head_dim).to(device)
         self._factor = attention_factor(config)
         self._dtype = dtype
+        self._interleaved = interleaved
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """`positions`: int64 `[N]`."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        return Rotation(torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((-sin, sin), dim=-1).to(self._dtype))
+        if self._interleaved:
+            cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+        else:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype), self._interleaved)
