@@ -35,13 +35,37 @@ class RopeConfig:
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """Routed experts: `count` in each of `layers`, of which a token goes through `active`. `normalised`: the factors of
-    those sum to 1. The other layers have a feed-forward block of the model's `intermediate_size`."""
+    those sum to 1. The other layers have a feed-forward block of the model's `intermediate_size`.
+
+    Of DeepSeek's models: `shared_size` inner neurons of experts that every token goes through (0: none); experts in
+    `groups` of which `active_groups` are open to a token; `scaling` of the factors; `scoring`, see
+    `layers/grouped_routers.py`.
+    """
 
     count: int
     active: int
     intermediate_size: int
     normalised: bool
     layers: frozenset[int]
+    shared_size: int = 0
+    groups: int = 1
+    active_groups: int = 1
+    scaling: float = 1.0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention. A token's cache entry is a latent of `rank` elements and a rotated key part of
+    `rope`, which all heads share; a head's key has `nope` elements more that are not rotated, its value has `value`.
+    Queries come from a latent of `query_rank` elements; None: from the token's vector itself."""
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    query_rank: int | None
+    interleaved_rotary: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +75,9 @@ class ModelConfig:
     `context_length` is the most tokens a sequence may have. `bos_token_id` and `eos_token_ids` are as the checkpoint
     states them; empty or None where it doesn't. `attention_bias` is of the query, key and value
     projections; `head_norm`: queries and keys are normalised, head by head, before they are rotated.
+
+    With `latent`, `kv_heads` is 1 and `head_dim` the width of an entry of the cache; `mtp_layers` are the modules for
+    multi-token prediction that the checkpoint declares.
     """
 
     family: str
@@ -70,5 +97,7 @@ class ModelConfig:
     mlp_bias: bool = False
     head_norm: bool = False
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    mtp_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

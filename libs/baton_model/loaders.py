@@ -83,4 +83,5 @@ def _open_gguf(path: Path) -> tuple[Family, ModelConfig, GgufFile]:
         raise CheckpointNotFound(f"{path}: no such GGUF file or Hugging Face directory", path=path)
     file = GgufFile(path)
     family = registry.for_gguf(file.architecture, path)
+    assert family.config_from_gguf is not None
     return family, family.config_from_gguf(file), file

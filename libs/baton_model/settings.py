@@ -47,6 +47,12 @@ class Settings:
             raise self.invalid(key, "it must be at least 1")
         return value
 
+    def optional(self, key: str, default: int) -> int | None:
+        """As `positive`, but an explicit null is None: here null is not the same as absent."""
+        if self._prefix + key in self.values and self.values[self._prefix + key] is None:
+            return None
+        return self.positive(key, default)
+
     def section(self, key: str) -> Settings | None:
         """A nested mapping, or None where there is none."""
         value = self.values.get(self._prefix + key)

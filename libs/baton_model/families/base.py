@@ -17,7 +17,8 @@ from ..weights import WeightReader
 class Family:
     """How checkpoints of one family are recognised, understood and built.
 
-    * `hugging_face`: the names in `architectures` of config.json; `gguf`: those in `general.architecture`.
+    * `hugging_face`: the names in `architectures` of config.json; `gguf`: those in `general.architecture`, where there
+      are any, and `config_from_gguf` with them.
     * `gguf_interleaved_rotary`: see `GgufWeights`.
     * `config_from_hugging_face`, `config_from_gguf` raise `InvalidConfig`.
     * `build` reads every parameter through the reader and raises what it raises.
@@ -28,5 +29,5 @@ class Family:
     gguf: tuple[str, ...]
     gguf_interleaved_rotary: bool
     config_from_hugging_face: Callable[[Settings], ModelConfig]
-    config_from_gguf: Callable[[GgufFile], ModelConfig]
+    config_from_gguf: Callable[[GgufFile], ModelConfig] | None
     build: Callable[[ModelConfig, WeightReader, AttentionBackend], Model]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import UnknownFamily
-from . import llama, qwen2, qwen3, qwen3_moe
+from . import deepseek, llama, qwen2, qwen3, qwen3_moe
 from .base import Family
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, *deepseek.FAMILIES)
 
 
 def for_hugging_face(architecture: str, path: Path) -> Family:
