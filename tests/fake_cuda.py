@@ -134,6 +134,8 @@ class Process:
         self.mappings: dict[int, tuple[int, Allocation]] = {}
         self.accessible: set[int] = set()
         self.pinned: dict[int, tuple[int, int]] = {}
+        self.modules: dict[int, bytes] = {}
+        self.allocations: dict[int, int] = {}
         self.contexts: dict[int, int] = {}
         self.stack: list[int] = []
         self._numbers = 0
@@ -161,6 +163,8 @@ class Process:
             "ranges": self.ranges,
             "mappings": self.mappings,
             "pinned": self.pinned,
+            "modules": self.modules,
+            "allocations": self.allocations,
             "contexts": {device: count for device, count in self.contexts.items() if count},
             "stack": self.stack,
         }
@@ -303,6 +307,57 @@ class Process:
         assert self.pinned[address][1] & self.CU_MEMHOSTREGISTER_DEVICEMAP
         return (address ^ 1 << 46,)
 
+    def cuModuleLoadData(self, image: bytes) -> tuple[int]:
+        assert self.stack, "no context is current"
+        assert image.endswith(b"\0"), "the text of a module ends with a zero"
+        number = self._number()
+        self.modules[number] = image
+        return (number,)
+
+    def cuModuleGetFunction(self, hmod: int, name: bytes) -> tuple[int]:
+        _refuse_unless(b".entry " + name + b"(" in self.modules[hmod])
+        return (hmod,)
+
+    def cuModuleUnload(self, hmod: int) -> None:
+        del self.modules[hmod]
+
+    def cuMemAlloc(self, bytesize: int) -> tuple[int]:
+        assert self.stack, "no context is current"
+        address = self._number() << 40
+        self.allocations[address] = bytesize
+        return (address,)
+
+    def cuMemFree(self, dptr: int) -> None:
+        del self.allocations[dptr]
+
+    def cuStreamWriteValue64(self, stream: int, addr: int, value: int, flags: int) -> None:
+        assert self.stack, "no context is current"
+        assert flags == 0
+
+    def cuLaunchKernel(
+        self,
+        f: int,
+        gridDimX: int,
+        gridDimY: int,
+        gridDimZ: int,
+        blockDimX: int,
+        blockDimY: int,
+        blockDimZ: int,
+        sharedMemBytes: int,
+        hStream: int,
+        kernelParams: tuple[tuple[int, ...], tuple[type, ...]],
+        extra: int,
+    ) -> None:
+        assert self.stack, "no context is current"
+        assert f in self.modules
+        values, types = kernelParams
+        assert len(values) == len(types)
+        assert self.modules[f].count(b".param .u64 ") == len(values)
+        self.launched(values)
+
+    def launched(self, values: tuple[int, ...]) -> None:
+        """Where a fake with memory does what the kernel does."""
+
     # --- internals ------------------------------------------------------------------------------------------------
 
     def held_but(self, *kinds: str) -> dict[str, Any]:
@@ -346,4 +401,5 @@ def _nothing(name: str) -> tuple[None, ...]:
     """cuda-bindings gives None in the place of each value of a call that failed."""
     silent = {"cuInit", "cuDevicePrimaryCtxRelease", "cuCtxPushCurrent", "cuMemRelease", "cuMemAddressFree", "cuMemMap"}
     silent |= {"cuMemUnmap", "cuMemSetAccess", "cuMemHostRegister", "cuMemHostUnregister"}
+    silent |= {"cuModuleUnload", "cuMemFree", "cuStreamWriteValue64", "cuLaunchKernel"}
     return () if name in silent else (None,)

@@ -3,7 +3,11 @@
 import enum
 import inspect
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,6 +17,7 @@ import fake_cuda
 import fake_gpu
 from baton_memory import LayerCounter, MemoryInvalid
 from baton_memory.cuda import (
+    CudaLayerCounter,
     Device,
     DeviceCallFailed,
     DeviceCounter,
@@ -22,6 +27,7 @@ from baton_memory.cuda import (
     NoGpu,
     open_driver,
 )
+from baton_memory.cuda.layer_counter import STORE_LAYER_PTX
 from baton_memory.cuda.memory import round_up
 from fake_cuda import GRANULARITY, CUdevice_attribute, CUresult, Machine, Process
 from fake_gpu import HostGpu
@@ -160,6 +166,48 @@ def test_the_counters_page_is_pinned_and_mapped(process):
     assert not process.held_but("contexts")
 
 
+def test_a_stored_layer_counts_from_where_the_step_began(process):
+    moved = CudaLayerCounter(device(HostGpu()))
+    moved.begin(7, 300)
+    moved.store(7, 1)
+    assert moved.counter.value() == 301
+    moved.store(7, 30)
+    assert moved.counter.value() == 330
+    moved.close()
+    moved.close()
+
+
+def test_a_captured_store_counts_from_the_step_that_it_is_replayed_in():
+    gpu = device(HostGpu())
+    driver, api = gpu.driver, gpu.driver.api
+    moved = CudaLayerCounter(gpu)
+    driver.call("cuStreamBeginCapture", 7, api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    moved.store(7, 1)
+    moved.store(7, 2)
+    graph = driver.call("cuStreamEndCapture", 7)
+    assert moved.counter.value() == 0
+    for step in (4, 5):
+        moved.begin(7, step * 2)
+        driver.call("cuGraphLaunch", graph, 7)
+        assert moved.counter.value() == (step + 1) * 2
+    driver.call("cuGraphDestroy", graph)
+    moved.close()
+    assert not api.held_but("contexts")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
+def test_the_kernel_of_the_counter_assembles(tmp_path, architecture):
+    """Where there is an assembler: of a CUDA toolkit, or of the package nvidia-cuda-nvcc."""
+    packaged = [Path(entry, "nvidia/cu13/bin/ptxas") for entry in sys.path]
+    ptxas = shutil.which("ptxas") or next((str(path) for path in packaged if os.access(path, os.X_OK)), None)
+    if ptxas is None:
+        pytest.skip("no ptxas here")
+    (tmp_path / "kernel.ptx").write_bytes(STORE_LAYER_PTX.rstrip(b"\0"))
+    subprocess.run(
+        [ptxas, f"-arch={architecture}", "kernel.ptx", "-o", "kernel.cubin"], cwd=tmp_path, check=True, timeout=60
+    )
+
+
 # --- every call fails once --------------------------------------------------------------------------------------------
 
 
@@ -193,6 +241,15 @@ def counter(gpu: Device) -> None:
         counter.close()
 
 
+def moved_counter(gpu: Device) -> None:
+    moved = CudaLayerCounter(gpu)
+    try:
+        moved.begin(1, 30)
+        moved.store(1, 1)
+    finally:
+        moved.close()
+
+
 def open_and_close(gpu: Device) -> None:
     Device.find(open_driver(gpu.driver.api), gpu.uuid).close()
 
@@ -204,13 +261,15 @@ KEEPS = {
     "cuMemRelease": {"handles", "ranges"},
     "cuMemAddressFree": {"ranges"},
     "cuMemHostUnregister": {"pinned"},
-    "cuCtxPopCurrent": {"stack", "pinned"},
-    "cuCtxPushCurrent": {"pinned"},
+    "cuCtxPopCurrent": {"stack", "pinned", "modules", "allocations"},
+    "cuCtxPushCurrent": {"pinned", "modules", "allocations"},
+    "cuModuleUnload": {"modules"},
+    "cuMemFree": {"allocations"},
     "cuDevicePrimaryCtxRelease": set(),
 }
 
 
-@pytest.mark.parametrize("use", [create, import_, dmabuf, counter, open_and_close])
+@pytest.mark.parametrize("use", [create, import_, dmabuf, counter, moved_counter, open_and_close])
 def test_whichever_call_fails_all_before_it_is_undone(use: Callable[[Device], None]):
     number = 1
     while True:

@@ -8,9 +8,11 @@ from .counter import DeviceCounter
 from .device import Device
 from .driver import Driver, open_driver
 from .errors import DeviceCallFailed, DeviceUnknown, DeviceUnsupported, NoGpu
+from .layer_counter import CudaLayerCounter
 from .memory import DeviceMemory
 
 __all__ = [
+    "CudaLayerCounter",
     "Device",
     "DeviceCallFailed",
     "DeviceCounter",
