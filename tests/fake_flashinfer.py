@@ -183,3 +183,17 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
 
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
         return self._run(q, paged_kv_cache, self._query_indptr)
+
+
+@kernel
+def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    assert input.dim() in (2, 3)
+    assert input.dtype == weight.dtype
+    return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
+
+
+@kernel
+def silu_and_mul(input: torch.Tensor) -> torch.Tensor:
+    assert input.stride(-1) == 1
+    gate, up = input.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

@@ -62,6 +62,13 @@ class ForwardBatch:
             )
         return pages[:count]
 
+    def token_range(self) -> tuple[int, int] | None:
+        """The least and the greatest token id. None where they lie on a device: looking would mean waiting for it, and
+        whoever put them there has looked."""
+        if self.token_ids.device.type != "cpu" or not len(self.token_ids):
+            return None
+        return int(self.token_ids.min()), int(self.token_ids.max())
+
     def validate(self) -> None:
         """Raises `InvalidBatch` where the parts contradict each other."""
         tokens, sequences = self.token_ids.numel(), len(self.query_lens)

@@ -29,10 +29,10 @@ class CacheShape:
 class PagedCache(ABC):
     """One rank's cache: `[layers, pages, *page_shape]`, contiguous.
 
-    `buffer` is any writable buffer of at least that many bytes, usually shared memory; the cache keeps it alive, and
-    the caller must not unmap it while the cache is in use. What the buffer holds is taken as it is. Entries are
-    addressed by rows of a two-dimensional view of a layer, so that a layout is nothing but an index computation:
-    `token_rows` for writing single tokens, `page_rows` for whole pages.
+    `buffer` is any writable buffer of at least that many bytes, usually shared memory, or a tensor of uint8 where the
+    cache lies on a device; the cache keeps it alive, and the caller must not unmap it while the cache is in use. What
+    the buffer holds is taken as it is. Entries are addressed by rows of a two-dimensional view of a layer, so that a
+    layout is nothing but an index computation: `token_rows` for writing single tokens, `page_rows` for whole pages.
 
     Raises `InvalidBatch` where the buffer is too small or a size is not positive.
     """
@@ -55,7 +55,7 @@ class PagedCache(ABC):
             raise InvalidBatch(
                 f"a KV cache of order {order!r} and shape {list(tensor_shape)} is not possible", order=order
             )
-        needed, available = math.prod(tensor_shape) * dtype.itemsize, memoryview(buffer).nbytes
+        needed, available = math.prod(tensor_shape) * dtype.itemsize, _elements(buffer).nbytes
         if available < needed:
             raise InvalidBatch(
                 f"the buffer has {available} bytes; a KV cache of shape {list(tensor_shape)} in {dtype} needs {needed}",
@@ -65,7 +65,7 @@ class PagedCache(ABC):
         self.shape, self.order = shape, order
         self.layers, self.kv_heads, self.head_dim = shape.layers, shape.kv_heads, shape.head_dim
         self.pages, self.page_size, self.dtype = pages, page_size, dtype
-        self.tensor = torch.frombuffer(buffer, dtype=dtype, count=math.prod(tensor_shape)).view(tensor_shape)
+        self.tensor = _elements(buffer)[:needed].view(dtype).view(tensor_shape)
         self._token_width = token_width
         self._by_token = list(self.tensor.view(shape.layers, -1, token_width).unbind())
         self._by_page = list(self.tensor.view(shape.layers, -1, page_size * token_width).unbind())
@@ -203,3 +203,7 @@ def open_cache(
         head_dim=shape.head_dim,
         dtype=dtype,
     )
+
+
+def _elements(buffer: Any) -> torch.Tensor:
+    return buffer if isinstance(buffer, torch.Tensor) else torch.frombuffer(buffer, dtype=torch.uint8)

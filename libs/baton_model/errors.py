@@ -103,6 +103,13 @@ class InvalidBatch(ModelError):
     reason = "MODEL_INVALID_BATCH"
 
 
+class DeviceUnavailable(ModelError):
+    """The device that a model was to run on is not there, or what it takes to compute on it isn't."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "MODEL_DEVICE_UNAVAILABLE"
+
+
 class GroupBroken(ModelError):
     """A tensor-parallel rank is gone, or made another call than the others: the group's results can't be had."""
 

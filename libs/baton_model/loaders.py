@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 
 from . import hugging_face
-from .attention.cpu import CpuAttention
 from .config import ModelConfig
 from .errors import CheckpointNotFound, InvalidConfig
 from .families import registry
@@ -17,6 +16,7 @@ from .families.base import Family
 from .gguf_file import GgufFile, GgufWeights
 from .model import Model
 from .parallel import SOLO, RankGroup
+from .platform import Platform, cpu_platform
 from .weights import WeightReader, WeightSource
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -37,20 +37,26 @@ def load_config(path: str | Path) -> ModelConfig:
 def load_model(
     path: str | Path,
     dtype: DtypeName,
-    device: str = "cpu",
+    platform: Platform | None = None,
     progress: Callable[[float], None] | None = None,
     group: RankGroup = SOLO,
 ) -> Model:
     """Loads a model with its weights in `dtype`, of them what rank `group.rank` needs. `progress` is told the share of
-    the weights that are loaded.
+    the weights that are loaded. `platform`: by default the CPU.
 
     Raises what `load_config` raises, and `MissingTensor`, `WrongShape`, `UnsupportedTensorType`; `ShardingImpossible`
     and `InvalidConfig` where the heads can't be split over the ranks.
     """
     if dtype not in DTYPES:
         raise InvalidConfig(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", dtype=dtype)
-    if device != "cpu":
-        raise InvalidConfig(f"device is {device!r}; models run on 'cpu'", device=device)
+    platform = platform or cpu_platform()
+    if DTYPES[dtype] not in platform.dtypes:
+        possible = ", ".join(name for name, each in DTYPES.items() if each in platform.dtypes)
+        raise InvalidConfig(
+            f"dtype is {dtype!r}; on {platform.device.type!r} models compute in {possible}",
+            dtype=dtype,
+            device=platform.device.type,
+        )
     path = Path(path)
     source: WeightSource
     if path.is_dir():
@@ -65,8 +71,8 @@ def load_model(
             kv_heads=config.kv_heads,
             interleaved_rotary=family.gguf_interleaved_rotary,
         )
-    weights = WeightReader(source, DTYPES[dtype], torch.device(device), progress, group)
-    return family.build(config, weights, CpuAttention())
+    weights = WeightReader(source, DTYPES[dtype], platform, progress, group)
+    return family.build(config, weights, platform.attention)
 
 
 def _open_directory(path: Path) -> tuple[Family, ModelConfig]:

@@ -67,14 +67,9 @@ class Model(ABC):
                 context_len=longest,
                 context_length=config.context_length,
             )
-        if (
-            len(batch.token_ids)
-            and not 0 <= int(batch.token_ids.min()) <= int(batch.token_ids.max()) < config.vocab_size
-        ):
-            raise InvalidBatch(
-                f"token ids are {int(batch.token_ids.min())} to {int(batch.token_ids.max())}; they must be in "
-                f"[0, {config.vocab_size})"
-            )
+        least, greatest = batch.token_range() or (0, 0)
+        if not 0 <= least <= greatest < config.vocab_size:
+            raise InvalidBatch(f"token ids are {least} to {greatest}; they must be in [0, {config.vocab_size})")
         return cache
 
 

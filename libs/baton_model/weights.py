@@ -13,6 +13,7 @@ from .layers.linear import Linear
 from .layers.norm import RmsNorm
 from .layers.vocabulary import Embedding, Head
 from .parallel import SOLO, RankGroup
+from .platform import Platform
 from .shares import even_share
 
 
@@ -58,13 +59,14 @@ class WeightReader:
         self,
         source: WeightSource,
         dtype: torch.dtype,
-        device: torch.device,
+        platform: Platform,
         progress: Callable[[float], None] | None = None,
         group: RankGroup = SOLO,
     ) -> None:
         self.source = source
         self.dtype = dtype
-        self.device = device
+        self.device = platform.device
+        self.operators = platform.operators
         self.group = group
         self._progress = progress
         self._done = 0
@@ -86,7 +88,7 @@ class WeightReader:
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         """The RMS norm whose weight is `name.weight`. Raises as `tensor` does."""
-        return RmsNorm(self.tensor(f"{name}.weight", size), eps)
+        return RmsNorm(self.tensor(f"{name}.weight", size), eps, self.operators)
 
     def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
         """The linears `names`, whose weights are `[rows[i], columns]`, as one whose outputs are theirs side by side:

@@ -47,19 +47,28 @@ class DevicePages:
 
 
 class FlashInferStep(AttentionStep):
-    """See `AttentionStep`. `wrapper` is planned at the first layer, which is the first to know the query heads."""
+    """See `AttentionStep`. To be loaded with the plan that `pages` are of, anew for each pass that it is used in."""
 
-    def __init__(self, kernels: Any, cache: KvCache, plan: PagedPlan, pages: DevicePages, wrapper: Any) -> None:
+    def __init__(self, kernels: Any, cache: KvCache, pages: DevicePages, wrapper: Any) -> None:
         self._kernels = kernels
         self._cache = cache
-        self._plan: PagedPlan | None = plan
         self._pages = pages
         self._wrapper = wrapper
+        # The first call is the first to know it.
+        self._heads: int | None = None
+        self._waiting: PagedPlan | None = None
+
+    def load(self, plan: PagedPlan) -> None:
+        if self._heads is None:
+            self._waiting = plan
+        else:
+            plan_wrapper(self._wrapper, plan, self._cache, self._heads)
 
     def __call__(self, layer: int, queries: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        if self._plan is not None:
-            plan_wrapper(self._wrapper, self._plan, self._cache, queries.shape[1])
-            self._plan = None
+        if self._waiting is not None:
+            self._heads = queries.shape[1]
+            plan_wrapper(self._wrapper, self._waiting, self._cache, self._heads)
+            self._waiting = None
         pages, pool = self._pages, self._cache.tensor[layer]
         self._kernels.append_paged_kv_cache(
             entries[:, 0],
@@ -92,6 +101,16 @@ def clear_begun(cache: KvCache, plan: PagedPlan) -> None:
         cache.tensor.index_fill_(1, torch.tensor(plan.begun, device=cache.tensor.device), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeSlots(ForwardBatch):
+    """A batch of decodes whose tensors stay where they are, and which `step` attends for, whatever they hold."""
+
+    step: AttentionStep
+
+    def token_range(self) -> None:
+        """Not looked at: they change."""
+
+
 class FlashInferAttention(AttentionBackend):
     """`kernels`: the module flashinfer; `device`: of the caches and of all tensors of a batch."""
 
@@ -103,11 +122,29 @@ class FlashInferAttention(AttentionBackend):
 
     def plan(self, batch: ForwardBatch, cache: KvCache) -> AttentionStep:
         """See `AttentionBackend.plan`. Pages that the batch begins are cleared at once."""
+        if isinstance(batch, DecodeSlots):
+            return batch.step
         plan = plan_pages(batch, cache.page_size, cache.pages)
         clear_begun(cache, plan)
         make = self._decode if plan.decode else self._prefill
         wrapper = self._wrapper((plan.decode, cache.order), lambda: make(cache.order))
-        return FlashInferStep(self.kernels, cache, plan, DevicePages.of(plan, self.device), wrapper)
+        step = FlashInferStep(self.kernels, cache, DevicePages.of(plan, self.device), wrapper)
+        step.load(plan)
+        return step
+
+    def slots(self, cache: KvCache, pages: DevicePages) -> FlashInferStep:
+        """A step for decodes that a graph captures: it reads `pages`, and `load` writes the page numbers there."""
+        wrapper = self.kernels.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace,
+            kv_layout=cache.order,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=pages.page_indptr,
+            paged_kv_indices_buffer=pages.page_indices,
+            paged_kv_last_page_len_buffer=pages.last_page_lens,
+            backend=KERNEL,
+        )
+        return FlashInferStep(self.kernels, cache, pages, wrapper)
 
     def _wrapper(self, key: tuple[bool, str], make: Callable[[], Any]) -> Any:
         # Each allocates a workspace of integers, and page-locked memory to fill it from: not for every pass anew.

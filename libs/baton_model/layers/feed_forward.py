@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ..shares import even_share
 from ..weights import WeightReader
@@ -29,8 +28,8 @@ class GatedFeedForward:
         self.gate_up = weights.column_parallel(
             [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], [share, share], hidden_size, bias
         )
+        self.activate = weights.operators.silu_and_mul
         self.down = weights.row_parallel(f"{name}.down_proj", hidden_size, inner, share, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(self.activate(self.gate_up(x)))

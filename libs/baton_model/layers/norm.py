@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .operators import Operators
+
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
@@ -14,9 +16,10 @@ class RmsNorm:
 
     weight: torch.Tensor
     eps: float
+    operators: Operators
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.operators.rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
