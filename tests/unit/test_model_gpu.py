@@ -17,14 +17,14 @@ from baton_model.loaders import load_model
 from baton_model.model import Model
 from baton_model.platform import Platform, cpu_platform, cuda_platform, flashinfer_platform
 from recorded_graph import RecordedGraph
-from small_llama import SmallLlama
+from small_models import SmallModel
 
 PAGES, PAGE_SIZE = 40, 4
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return SmallLlama(layers=3, heads=6, kv_heads=2).write_hugging_face(tmp_path_factory.mktemp("model"))
+    return SmallModel(layers=3, heads=6, kv_heads=2).write_hugging_face(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
