@@ -52,7 +52,8 @@ class SmallCheckpoint:
         """Writes config.json, with `settings` in place of the usual ones (None removes one), and safetensors; with
         `tokenizer` also what the tokenizer library reads."""
         directory.mkdir(parents=True, exist_ok=True)
-        config = {key: value for key, value in (self.config() | settings).items() if value is not None}
+        removed = {key for key, value in settings.items() if value is None}
+        config = {key: value for key, value in (self.config() | settings).items() if key not in removed}
         (directory / "config.json").write_text(json.dumps(config))
         if tokenizer:
             write_tokenizer(directory, self.vocabulary)
