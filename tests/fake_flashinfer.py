@@ -6,6 +6,7 @@ It objects to what the real kernels object to or, worse, don't: index types, str
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -197,3 +198,78 @@ def silu_and_mul(input: torch.Tensor) -> torch.Tensor:
     assert input.stride(-1) == 1
     gate, up = input.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+class MLAPlanMetadata:
+    """Only rows of compressed indices."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        _indices(*tensors)
+        self.tensors = tensors
+
+    @classmethod
+    def csr(
+        cls, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor
+    ) -> MLAPlanMetadata:
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
+        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+
+class BatchMLAPagedAttentionWrapper:
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        self._buffers = tuple(buffer for buffer in buffers if buffer is not None)
+        assert len(self._buffers) == 4 * use_cuda_graph
+        self._planned: tuple[torch.Tensor, ...] = ()
+
+    def plan(
+        self,
+        *,
+        metadata: MLAPlanMetadata,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        assert causal
+        assert q_data_type == kv_data_type
+        self._heads, self._widths, self._page_size = num_heads, (head_dim_ckv, head_dim_kpe), page_size
+        self._scale, self._type = sm_scale, q_data_type
+        for buffer, tensor in zip(self._buffers, metadata.tensors, strict=False):
+            buffer[: len(tensor)].copy_(tensor)
+        self._planned = self._buffers or metadata.tensors
+
+    def run(self, *, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        return self._attend_all(query, kv_cache)
+
+    @kernel
+    def _attend_all(self, query: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+        assert self._planned, "run without a plan"
+        rows, page_rows, pages, lengths = self._planned
+        assert query.shape == (int(rows[-1]), self._heads, sum(self._widths))
+        assert pool.shape[1:] == (self._page_size, sum(self._widths))
+        assert query.dtype == pool.dtype == self._type
+        out = query.new_empty(len(query), self._heads, self._widths[0])
+        for row, length in enumerate(lengths.tolist()):
+            mine = pages[slice(*page_rows[row : row + 2].tolist())].long()
+            entries = pool[mine].flatten(0, 1)[:length, None]
+            start, stop = rows[row : row + 2].tolist()
+            out[start:stop] = _attend(query[start:stop], entries, entries[..., : self._widths[0]], self._scale)
+        return out
+
+
+mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper, MLAPlanMetadata=MLAPlanMetadata)

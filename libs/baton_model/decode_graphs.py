@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from .attention.flashinfer import DecodeSlots, DevicePages, FlashInferAttention, FlashInferStep, clear_begun
-from .attention.paged_plan import padded, plan_pages
+from .attention.flashinfer import DecodeSlots, FlashInferAttention, FlashInferLatentStep, FlashInferStep
+from .attention.paged_plan import padded
 from .batch import ForwardBatch
-from .cache import KvCache
+from .cache import PagedCache
 from .model import Model
+
+Step: TypeAlias = FlashInferStep | FlashInferLatentStep
 
 
 class Graph(Protocol):
@@ -64,28 +66,20 @@ class DecodeGraphs:
         self,
         model: Model,
         backend: FlashInferAttention,
-        cache: KvCache,
+        cache: PagedCache,
         sizes: Sequence[int],
         make_graph: Callable[[], Graph],
         on_layer: Callable[[int], None],
     ) -> None:
         """Captures at once; nothing may be in the cache yet, for page 0 is written to."""
-        largest, device = max(sizes), backend.device
-        room = largest * -(-model.config.context_length // cache.page_size)
-        self._cache = cache
-        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._pages = DevicePages(
-            page_indptr=torch.zeros(largest + 1, dtype=torch.int32, device=device),
-            page_indices=torch.zeros(room, dtype=torch.int32, device=device),
-            last_page_lens=torch.zeros(largest, dtype=torch.int32, device=device),
-            rows=torch.arange(largest, dtype=torch.int32, device=device),
-            positions=torch.zeros(largest, dtype=torch.int32, device=device),
-        )
-        self._captured: dict[int, tuple[FlashInferStep, Graph, torch.Tensor]] = {}
+        self._backend, self._cache = backend, cache
+        self._pages_each = -(-model.config.context_length // cache.page_size)
+        self._token_ids = torch.zeros(max(sizes), dtype=torch.int64, device=backend.device)
+        self._positions = torch.zeros(max(sizes), dtype=torch.int64, device=backend.device)
+        self._captured: dict[int, tuple[Step, Graph, torch.Tensor]] = {}
         # The largest first: the smaller ones then fit into its memory.
         for size in sorted(sizes, reverse=True):
-            self._captured[size] = self._capture(model, backend, size, make_graph(), on_layer)
+            self._captured[size] = self._capture(model, size, make_graph(), on_layer)
 
     @property
     def largest(self) -> int:
@@ -109,24 +103,9 @@ class DecodeGraphs:
         return hidden[:count]
 
     def _capture(
-        self,
-        model: Model,
-        backend: FlashInferAttention,
-        size: int,
-        graph: Graph,
-        on_layer: Callable[[int], None],
-    ) -> tuple[FlashInferStep, Graph, torch.Tensor]:
-        pages = self._pages
-        step = backend.slots(
-            self._cache,
-            DevicePages(
-                pages.page_indptr[: size + 1],
-                pages.page_indices,
-                pages.last_page_lens[:size],
-                pages.rows[:size],
-                pages.positions[:size],
-            ),
-        )
+        self, model: Model, size: int, graph: Graph, on_layer: Callable[[int], None]
+    ) -> tuple[Step, Graph, torch.Tensor]:
+        step = self._backend.decode_step(self._cache, size, size * self._pages_each)
         slots = DecodeSlots(self._token_ids[:size], self._positions[:size], [1] * size, [1] * size, [[0]] * size, step)
         self._load(step, ForwardBatch.build([([0], 0)] * size, [[0]] * size))
         # Kernels are compiled and loaded by the first pass; neither can be captured.
@@ -135,11 +114,9 @@ class DecodeGraphs:
             hidden = model.forward(slots, self._cache, on_layer)
         return step, graph, hidden
 
-    def _load(self, step: FlashInferStep, batch: ForwardBatch) -> None:
-        plan = plan_pages(batch, self._cache.page_size, self._cache.pages)
-        clear_begun(self._cache, plan)
+    def _load(self, step: Step, batch: ForwardBatch) -> None:
+        plan = self._backend.plan_pages(batch, self._cache)
         count = len(batch.query_lens)
         self._token_ids[:count].copy_(batch.token_ids)
         self._positions[:count].copy_(batch.positions)
-        self._pages.positions[:count].copy_(plan.positions)
-        step.load(plan)
+        step.reload(plan)

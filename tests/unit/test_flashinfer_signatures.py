@@ -44,8 +44,12 @@ def test_functions(name):
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])
 def test_wrappers(name, method):
-    theirs = getattr(flashinfer, name)
+    theirs = getattr(flashinfer.mla if "MLA" in name else flashinfer, name)
     compare(getattr(getattr(fake_flashinfer, name), method), getattr(theirs, BEHIND.get((name, method), method)))
+
+
+def test_latent_metadata():
+    compare(fake_flashinfer.MLAPlanMetadata.csr, flashinfer.mla.MLAPlanMetadata.csr)
 
 
 def test_the_pinned_version_is_the_one_compared_with():

@@ -12,8 +12,10 @@ from baton_model.attention.cpu import CpuAttention
 from baton_model.attention.flashinfer import FlashInferAttention
 from baton_model.attention.paged_plan import padded, plan_pages
 from baton_model.batch import ForwardBatch
-from baton_model.cache import KvCache
+from baton_model.cache import KvCache, LatentCache
 from baton_model.errors import InvalidBatch
+from baton_model.layers.latent import LatentHeads
+from recorded_graph import RecordedGraph
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
@@ -62,6 +64,8 @@ def test_a_plan_says_where_every_token_lies(drawn):
         assert plan.positions[rows].tolist() == list(range(past, past + new))
         assert plan.page_indices[slice(*plan.page_indptr[i : i + 2].tolist())].tolist() == list(batch.page_tables[i])
         full = int(plan.page_indptr[i + 1] - plan.page_indptr[i]) - 1
+        places = [batch.page_tables[i][t // page_size] * page_size + t % page_size for t in range(past, past + new)]
+        assert plan.slots[rows].tolist() == places
         assert 1 <= plan.last_page_lens[i] <= page_size
         assert full * page_size + int(plan.last_page_lens[i]) == int(plan.context_lens[i]) == past + new
     assert plan.decode == all(new == 1 for _, new in sequences)
@@ -105,6 +109,61 @@ def test_a_padded_batch_computes_and_stores_the_same(pasts, missing, page_size):
         results.append((out[: len(pasts)], cache.tensor))
     torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
     more.validate()
+
+
+LATENT, NOPE, ROPE, VALUE = 12, 5, 4, 6
+
+
+def latent_cache(pages: int, page_size: int) -> LatentCache:
+    size = 2 * pages * page_size * (LATENT + ROPE) * 4
+    return LatentCache(
+        bytearray(size), layers=2, pages=pages, page_size=page_size, width=LATENT + ROPE, dtype=torch.float32
+    )
+
+
+def latent_inputs(tokens: int, heads: int) -> tuple[torch.Tensor, torch.Tensor, LatentHeads]:
+    return (
+        torch.randn(tokens, heads, NOPE + ROPE),
+        torch.randn(tokens, LATENT + ROPE),
+        LatentHeads(torch.randn(heads, NOPE, LATENT), torch.randn(heads, LATENT, VALUE), 0.3),
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches())
+def test_latent_attention_agrees_too(drawn):
+    page_size, sequences, pages, (heads, _), _, seed = drawn
+    torch.manual_seed(seed)
+    batch = make_batch(sequences, page_size, list(pages))
+    ours, theirs = (latent_cache(len(pages), page_size) for _ in range(2))
+    ours.tensor.uniform_(-2, 2)
+    theirs.tensor.copy_(ours.tensor)
+    queries, entries, projections = latent_inputs(len(batch.token_ids), heads)
+    flashinfer = FlashInferAttention(fake_flashinfer, CPU).plan_latent(batch, ours)
+    cpu = CpuAttention().plan_latent(batch, theirs)
+    for layer in range(2):
+        found, expected = (step(layer, queries, entries, projections) for step in (flashinfer, cpu))
+        torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-3)
+    assert torch.equal(ours.tensor, theirs.tensor)
+
+
+def test_a_captured_latent_step_attends_to_what_it_is_loaded_with():
+    backend, cache, expected = FlashInferAttention(fake_flashinfer, CPU), latent_cache(8, 4), latent_cache(8, 4)
+    queries, entries, projections = latent_inputs(2, 3)
+    step, graph = backend.decode_step(cache, 2, 8), RecordedGraph()
+    step.reload(backend.plan_pages(ForwardBatch.build([([0], 0), ([0], 0)], [[0], [0]]), cache))
+    step(0, queries, entries, projections)
+    with torch.inference_mode(), graph.capture():
+        out = step(0, queries, entries, projections)
+    for lengths in ((5, 2), (6, 0)):
+        batch = ForwardBatch.build([([0], length) for length in lengths], [[3, 1], [7]])
+        for each in (cache, expected):
+            each.tensor.uniform_(-2, 2, generator=torch.Generator().manual_seed(5))
+        step.reload(backend.plan_pages(batch, cache))
+        graph.replay()
+        want = CpuAttention().plan_latent(batch, expected)(0, queries, entries, projections)
+        torch.testing.assert_close(out, want, atol=5e-4, rtol=1e-3)
+        assert torch.equal(cache.tensor[0], expected.tensor[0])
 
 
 def test_pages_outside_the_cache_are_refused():

@@ -19,11 +19,12 @@ from .pages import begun_pages, page_tables
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """B sequences with N new tokens; int32 tensors on the CPU.
+    """B sequences with N new tokens; int32 tensors on the CPU, `slots` int64.
 
     * `query_indptr [B + 1]`, `page_indptr [B + 1]`, `page_indices [page_indptr[B]]`, `last_page_lens [B]` in
       [1, page_size]: see the module. `context_lens [B]` says the same as the last two.
-    * `rows [N]`: the sequence that each new token belongs to; `positions [N]`: its place in it.
+    * `rows [N]`: the sequence that each new token belongs to; `positions [N]`: its place in it; `slots [N]`: its place
+      in the cache, `page * page_size + offset`.
     * `begun`: pages to be cleared before anything is written.
     * `decode`: every sequence has one new token.
     """
@@ -35,6 +36,7 @@ class PagedPlan:
     context_lens: torch.Tensor
     rows: torch.Tensor
     positions: torch.Tensor
+    slots: torch.Tensor
     begun: tuple[int, ...]
     decode: bool
 
@@ -50,14 +52,17 @@ def plan_pages(batch: ForwardBatch, page_size: int, pages: int) -> PagedPlan:
     # New tokens are the last of their sequence.
     first = contexts - queries - query_indptr[:-1]
     positions = np.arange(query_indptr[-1], dtype=np.int32) + first[rows]
+    page_indices = np.fromiter(chain(*tables), dtype=np.int32, count=int(page_indptr[-1]))
+    slots = page_indices[page_indptr[rows] + positions // page_size].astype(np.int64) * page_size
     return PagedPlan(
         query_indptr=torch.from_numpy(query_indptr),
         page_indptr=torch.from_numpy(page_indptr),
-        page_indices=torch.from_numpy(np.fromiter(chain(*tables), dtype=np.int32, count=int(page_indptr[-1]))),
+        page_indices=torch.from_numpy(page_indices),
         last_page_lens=torch.from_numpy((contexts - 1) % np.int32(page_size) + np.int32(1)),
         context_lens=torch.from_numpy(contexts),
         rows=torch.from_numpy(rows),
         positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots + positions % page_size),
         begun=tuple(begun_pages(batch, tables, page_size)),
         decode=bool((queries == 1).all()),
     )
