@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -240,13 +241,18 @@ class Cluster:
         logprobs: int | None = None,
         timeout: float = 120.0,
         on_token: Callable[[Answer], None] | None = None,
+        cache_salt: str | None = None,
     ) -> Answer:
-        """One request over gRPC; raises grpc.aio.AioRpcError."""
+        """One request over gRPC; raises grpc.aio.AioRpcError.
+
+        `cache_salt` None: one that nobody else has, so that the same prompt is computed and transferred each time.
+        """
         assert self.channel is not None
         request = inference_pb2.GenerateRequest(
             sampling=common_pb2.SamplingParams(
                 max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos, logprobs=logprobs
-            )
+            ),
+            cache_salt=secrets.token_hex(8) if cache_salt is None else cache_salt,
         )
         if isinstance(prompt, str):
             request.text = prompt

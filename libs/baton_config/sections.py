@@ -154,6 +154,10 @@ class WorkerSettings(Section):
     max_batch: PositiveInt = Field(default=32, description="Requests in one forward step at most")
     max_waiting: PositiveInt = Field(default=256, description="Requests that wait for pages at most; more are refused")
     queue_timeout_s: PositiveFloat = Field(default=60.0, description="How long a request may wait for pages")
+    prefix_cache: bool = Field(
+        default=True,
+        description="Whether pages are kept, until others need them, for prompts that begin like an earlier one",
+    )
     threads: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Threads of the forward pass; 0: one for each of its CPUs"
     )

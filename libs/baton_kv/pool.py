@@ -245,6 +245,10 @@ class PagePool:
                 usable = position
         return self._kept.add(keys[:usable], pages[:usable])
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """`match` finds these pages no more, nor those that follow them."""
+        self._runs.give(self._kept.forget(pages))
+
     def release(self, owner: Hashable) -> None:
         """Ends all holds of `owner`; pages without another owner become free.
 
@@ -267,7 +271,7 @@ class PagePool:
         for page in pages:
             self._quarantined_pages += not self._quarantine_holds[page]
             self._quarantine_holds[page] += 1
-        self._runs.give(self._kept.forget(pages))
+        self.forget(pages)
         self._quarantines[owner] = Quarantine(reason=reason, since=now, pages=len(pages))
 
     def release_quarantine(self, owner: Hashable) -> None:

@@ -100,7 +100,10 @@ class WorkerMetrics(_Catalogue):
         self.waiting_requests = self._gauge("waiting_requests", "Requests that wait for pages or for their first step")
         self.queued_prompt_tokens = self._gauge("queued_prompt_tokens", "Prompt tokens not yet computed")
         self.queue_seconds = self._histogram("queue_seconds", "Waiting for pages", LATENCY_BUCKETS)
-        self.free_pages = self._gauge("free_pages", "Pages of the KV cache that nobody holds")
+        self.free_pages = self._gauge(
+            "free_pages", "Pages of the KV cache that nobody holds, those of the prefix cache included"
+        )
+        self.cached_pages = self._gauge("cached_pages", "Pages in the prefix cache, whether somebody holds them or not")
         self.total_pages = self._gauge("pages", "Pages of the KV cache")
         self.quarantined_pages = self._gauge(
             "quarantined_pages", "Pages kept back because a write into them can't be ruled out", "reason"
@@ -112,6 +115,20 @@ class WorkerMetrics(_Catalogue):
         self.transfers = self._counter("transfers_total", "Transfers that ended", "outcome")
         self.engine_restarts = self._counter("engine_restarts_total", "Times the model process was started again")
         self.agent_reconnects = self._counter("agent_reconnects_total", "Times the worker attached to its agent again")
+
+    def read_prefix_cache(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Exports the engine's own counts, which begin anew with each engine; keys are those of
+        PREFIX_CACHE_COUNTERS."""
+        counters = {f"{self._prefix}prefix_cache_{key}": (key, text) for key, text in PREFIX_CACHE_COUNTERS.items()}
+        self.registry.register(PulledMetrics(counters, {}, read))
+
+
+# As baton_<role>_prefix_cache_<key>_total. Queries and hits count tokens, as vLLM's do.
+PREFIX_CACHE_COUNTERS: dict[str, str] = {
+    "queries": "Prompt tokens looked up in the prefix cache",
+    "hits": "Prompt tokens found there",
+    "evictions": "Pages of the prefix cache that were given to others",
+}
 
 
 class PrefillMetrics(WorkerMetrics):

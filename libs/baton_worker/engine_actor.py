@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton_actors.actor import Actor, ActorStopped, handles
 from baton_engine.client import EngineClient
 from baton_engine.errors import EngineDied, EngineError, SequenceInvalid, StepFailedError
 from baton_engine.messages import FinishReason, StepPlan, StepResult
-from baton_engine.scheduler import Finished, Scheduler, Sequence, Update
+from baton_engine.scheduler import Finished, NewTokens, Scheduler, Sequence, Update
+from baton_kv.prefix import PageChain
 from baton_worker.errors import EngineUnavailable, StepFailed
 from baton_worker.reservation import PageReserver
 
@@ -69,11 +70,30 @@ class SequenceStream:
                 return
 
 
-@dataclass(frozen=True)
-class _Submit:
+@dataclass
+class _Live:
+    """A sequence from its submission to its end. `chain`: of its prompt, without a prefix cache None."""
+
     sequence: Sequence
     owner: Hashable
     stream: SequenceStream
+    chain: PageChain | None
+    # Of the chain's pages, how many the prefix cache knows of.
+    kept: int = 0
+    drawn: list[int] = field(default_factory=list)
+
+    @property
+    def written(self) -> int:
+        """Tokens whose entries are in the pages for certain. The last one drawn is not; a prompt of which only a part
+        was computed does not count."""
+        if not self.drawn:
+            return self.sequence.computed
+        return len(self.sequence.token_ids) + len(self.drawn) - 1
+
+
+@dataclass(frozen=True)
+class _Submit:
+    sequence: Sequence
 
 
 @dataclass(frozen=True)
@@ -124,31 +144,38 @@ class EngineActor(Actor):
         self._on_step = on_step
         self.scheduler = scheduler
         self.steps_done = 0
+        # Number of the latest step that was done: the layer counter is behind its last layer. None before the first.
+        self.last_step: int | None = None
         # What the streams are told when the actor stops.
         self.ending = "the worker is shutting down"
         self._client = client
         self._reserver = reserver
         self._hooks = hooks
-        self._streams: dict[int, tuple[Hashable, SequenceStream]] = {}
+        self._live: dict[int, _Live] = {}
         self._step: asyncio.Task[None] | None = None
 
-    def submit(self, sequence: Sequence, owner: Hashable) -> SequenceStream:
+    def submit(self, sequence: Sequence, owner: Hashable, chain: PageChain | None = None) -> SequenceStream:
         """Hands a sequence and its pages' owner over: from now on the owner's hold is released by this actor.
+
+        With `chain`, of its prompt without the last token, what is written into the sequence's pages goes into the
+        prefix cache as soon as it is certain: what was computed before at once, the prompt with the first token drawn,
+        everything at the end. After a failed step nothing of the sequence is offered any more.
 
         Raises EngineUnavailable, and SequenceInvalid for an id in use. Then the owner still holds them.
         """
         sequence_id = sequence.sequence_id
-        if sequence_id in self._streams:
+        if sequence_id in self._live:
             raise SequenceInvalid(f"sequence {sequence_id}: its id is in use", sequence=sequence_id)
-        stream = SequenceStream()
+        live = _Live(sequence, owner, SequenceStream(), chain)
         # Known at once: messages that still wait when the actor stops are dropped, but their streams must hear of it.
-        self._streams[sequence_id] = owner, stream
+        self._live[sequence_id] = live
         try:
-            self.tell(_Submit(sequence, owner, stream))
+            self.tell(_Submit(sequence))
         except ActorStopped as error:
-            del self._streams[sequence_id]
+            del self._live[sequence_id]
             raise EngineUnavailable("the model process is gone") from error
-        return stream
+        self._keep(live)
+        return live.stream
 
     def cancel(self, sequence_id: int) -> None:
         """Idempotent; a sequence that has ended is nothing."""
@@ -158,10 +185,10 @@ class EngineActor(Actor):
     async def on_stop(self, error: BaseException | None) -> None:
         if self._step is not None:
             self._step.cancel()
-        for _, stream in self._streams.values():
+        for live in self._live.values():
             # One for each: an exception that many tasks raise would collect the tracebacks of all.
-            stream.put(EngineUnavailable(f"the engine failed: {error}" if error else self.ending))
-        self._streams.clear()
+            live.stream.put(EngineUnavailable(f"the engine failed: {error}" if error else self.ending))
+        self._live.clear()
 
     @handles
     async def _on_submit(self, message: _Submit) -> None:
@@ -169,9 +196,9 @@ class EngineActor(Actor):
             self.scheduler.add(message.sequence)
         except EngineError as error:
             log.error("the scheduler refused a sequence: %s", error)
-            del self._streams[message.sequence.sequence_id]
-            self._reserver.release(message.owner)
-            message.stream.put(error)
+            live = self._live.pop(message.sequence.sequence_id)
+            self._reserver.release(live.owner)
+            live.stream.put(error)
         self._begin_step()
 
     @handles
@@ -181,6 +208,7 @@ class EngineActor(Actor):
     @handles
     async def _on_step_done(self, message: _StepDone) -> None:
         self.steps_done += 1
+        self.last_step = message.plan.step
         updates = self.scheduler.complete(message.result)
         # The next step runs while the tokens of this one are on their way.
         self._begin_step()
@@ -224,8 +252,29 @@ class EngineActor(Actor):
 
     def _deliver(self, updates: list[Update], step: StepResult | None) -> None:
         for update in updates:
-            owner, stream = self._streams[update.sequence_id]
-            if isinstance(update, Finished):
-                del self._streams[update.sequence_id]
-                self._reserver.release(owner)
-            stream.put(Event(update, step))
+            live = self._live[update.sequence_id]
+            if isinstance(update, NewTokens):
+                first = not live.drawn
+                live.drawn += update.token_ids
+                if first:
+                    self._keep(live)
+            elif isinstance(update, Finished):
+                del self._live[update.sequence_id]
+                if update.reason is FinishReason.FAILED:
+                    # Perhaps it failed of what is in the pages: nobody else shall.
+                    self._reserver.forget(live.sequence.pages)
+                else:
+                    self._keep(live, prefilled=update.reason is FinishReason.PREFILLED)
+                self._reserver.release(live.owner)
+            live.stream.put(Event(update, step))
+
+    def _keep(self, live: _Live, *, prefilled: bool = False) -> None:
+        """Puts the sequence's full pages into the prefix cache, as far as they are written."""
+        chain, sequence = live.chain, live.sequence
+        if chain is None:
+            return
+        written = sequence.target if prefilled else live.written
+        if written > chain.tokens:
+            chain.extend((*sequence.token_ids, *live.drawn)[chain.tokens : written])
+        if written // chain.page_size > live.kept:
+            live.kept = self._reserver.keep(chain, sequence.pages, written)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -14,12 +14,14 @@ from baton_engine.messages import AgentLost, EngineInfo, EngineSpec, Loading, St
 from baton_engine.scheduler import Scheduler
 from baton_kv.layout import PageLayout
 from baton_kv.pool import PagePool
+from baton_kv.prefix import PageChain
 from baton_kv.shards import ShardMap
 from baton_worker.agent_link import AgentLink
 from baton_worker.agent_session import AgentSession
 from baton_worker.background import first_of
 from baton_worker.engine_actor import EngineActor, StepHooks
 from baton_worker.errors import AgentUnavailable
+from baton_worker.prefixes import PrefixNames
 from baton_worker.reservation import PageReserver
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class EngineHost:
         chunk_tokens: int,
         max_waiting: int,
         start_timeout_s: float,
+        prefix_cache: bool = False,
         agent_channel: grpc.aio.Channel | None,
         hooks: StepHooks,
         on_change: Callable[[], None],
@@ -48,6 +51,7 @@ class EngineHost:
         self._chunk_tokens = chunk_tokens
         self._max_waiting = max_waiting
         self._start_timeout_s = start_timeout_s
+        self._prefix_cache = prefix_cache
         self._agent_channel = agent_channel
         self._hooks = hooks
         self._on_change = on_change
@@ -92,6 +96,10 @@ class EngineHost:
         if self._link is None:
             raise AgentUnavailable("this worker runs without a transfer agent")
         return self._link
+
+    def chain(self, prompt: Sequence[int], salt: str = "") -> PageChain | None:
+        """What a prompt's pages are called in the prefix cache; None if there is none."""
+        return PrefixNames(self.info).chain(prompt, salt) if self._prefix_cache else None
 
     @property
     def session(self) -> AgentSession | None:

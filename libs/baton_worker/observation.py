@@ -33,6 +33,7 @@ def observe(metrics: WorkerMetrics, engine: Callable[[], EngineHost | None]) -> 
     metrics.waiting_requests.set_function(read(lambda host: host.actor.scheduler.waiting + host.reserver.waiting))
     metrics.queued_prompt_tokens.set_function(read(lambda host: host.actor.scheduler.queued_prompt_tokens))
     metrics.free_pages.set_function(read(lambda host: host.reserver.pool.free))
+    metrics.cached_pages.set_function(read(lambda host: host.reserver.pool.kept))
     metrics.total_pages.set_function(read(lambda host: host.reserver.pool.total))
     for reason in QUARANTINE_REASONS:
         metrics.quarantined_pages.labels(reason=reason).set_function(
@@ -41,3 +42,15 @@ def observe(metrics: WorkerMetrics, engine: Callable[[], EngineHost | None]) -> 
     metrics.oldest_quarantine_seconds.set_function(
         read(lambda host: host.reserver.pool.oldest_quarantine_age(time.monotonic()))
     )
+
+    def prefix_cache() -> dict[str, float]:
+        host = engine()
+        if host is None or not host.alive:
+            return {}
+        return {
+            "queries": host.reserver.prefixes.queried_tokens,
+            "hits": host.reserver.prefixes.found_tokens,
+            "evictions": host.reserver.pool.evicted,
+        }
+
+    metrics.read_prefix_cache(prefix_cache)

@@ -162,6 +162,7 @@ class Worker:
             chunk_tokens=section.chunk_tokens,
             max_waiting=section.max_waiting,
             start_timeout_s=section.start_timeout_s,
+            prefix_cache=section.prefix_cache,
             agent_channel=self._agent,
             hooks=self._hooks,
             on_change=self._engine_changed,

@@ -20,6 +20,12 @@ def timeline_rows(timeline: common_pb2.Timeline, usage: common_pb2.Usage) -> lis
         Row("route", timeline.route_us, f"to {timeline.decode_worker or '?'}"),
         Row("reserve pages", timeline.reserve_us),
     ]
+    if timeline.decode_cached_tokens:
+        rows.append(Row("prefix cache", None, f"{_count(timeline.decode_cached_tokens, 'token')} at the decode worker"))
+    if timeline.prefill_cached_tokens:
+        rows.append(
+            Row("prefix cache", None, f"{_count(timeline.prefill_cached_tokens, 'token')} at the prefill worker")
+        )
     if timeline.local_prefill:
         rows.append(Row("prefill", None, "computed by the decode worker itself"))
     elif timeline.prefill_worker:

@@ -164,6 +164,7 @@ class KvReceiver:
                 inbox=inbox.descriptor,
                 pages=destination,
                 prefix_tokens=prefix_tokens,
+                cache_salt=request.cache_salt,
             ),
             timeout=limit.remaining(),
         )

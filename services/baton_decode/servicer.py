@@ -78,23 +78,24 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         # The last token drawn is never written.
         count = -(-(len(prompt) + request.sampling.max_tokens - 1) // engine.info.page_size)
         deadline = incoming_deadline(context, self._settings.queue_timeout_s)
-        pages = await engine.reserver.reserve(owner, count, deadline.remaining())
-        account.reserved()
+        chain = engine.chain(prompt, request.cache_salt)
+        reservation = await engine.reserver.reserve(owner, count, deadline.remaining(), chain)
+        account.reserved(reservation.cached * engine.info.page_size)
         self._metrics.queue_seconds.observe(account.timeline.reserve_us / 1e6)
         submitted = False
         try:
-            computed = await self._bring_in(engine, request, pages, account, incoming_deadline(context))
+            computed = await self._bring_in(engine, request, reservation.pages, account, incoming_deadline(context))
             sequence = Sequence(
                 sequence_id=sequence_id,
                 token_ids=prompt,
-                pages=tuple(pages),
+                pages=reservation.pages,
                 computed=computed,
                 max_tokens=request.sampling.max_tokens,
                 stop_token_ids=frozenset({*engine.info.eos_token_ids, *request.sampling.stop_token_ids}),
                 ignore_eos=request.sampling.ignore_eos,
                 sampling=_sampling(request.sampling),
             )
-            stream = engine.actor.submit(sequence, owner)
+            stream = engine.actor.submit(sequence, owner, chain)
             submitted = True
             async with aclosing(self._stream(stream, account, len(prompt))) as responses:
                 async for response in responses:
@@ -129,18 +130,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self,
         engine: EngineHost,
         request: decode_pb2.DecodeGenerateRequest,
-        pages: list[int],
+        pages: tuple[int, ...],
         account: _Account,
         deadline: Deadline,
     ) -> int:
         """Prompt tokens that need not be computed here: all but the last, once they have been written into `pages`."""
+        cached = account.timeline.decode_cached_tokens
         remote = len(request.prompt_token_ids) - 1
         policy = self._settings.local_prefill
-        if remote == 0 or policy == "always":
-            account.timeline.local_prefill = remote > 0
-            return 0
+        if remote == cached or policy == "always":
+            account.timeline.local_prefill = remote > cached
+            return cached
         try:
-            account.received = await self._receiver.fetch(engine, request, pages, 0, deadline)
+            account.received = await self._receiver.fetch(engine, request, pages, cached, deadline)
         except (PrefillUnavailable, RemoteError) as error:
             if policy == "never" or not (isinstance(error, PrefillUnavailable) or for_want_of_room(error)):
                 raise
@@ -150,7 +152,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             self._metrics.local_prefills.labels(cause=cause.lower()).inc()
             log.warning("request %s: computing the prompt here: %s", request.request_id, error)
             account.timeline.local_prefill = True
-            return 0
+            return cached
         return remote
 
     async def _stream(
@@ -178,10 +180,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         response.timeline.CopyFrom(account.timeline)
                     yield response
                 case Finished(reason=reason) if reason in _REASONS:
+                    timeline = await account.close()
                     yield decode_pb2.DecodeGenerateResponse(
-                        finish_reason=_REASONS[reason],
-                        usage=account.usage(prompt_tokens),
-                        timeline=await account.close(),
+                        finish_reason=_REASONS[reason], usage=account.usage(prompt_tokens), timeline=timeline
                     )
                 case Finished(reason=reason):
                     raise EngineUnavailable(f"the generation ended early: {reason.value}")
@@ -200,8 +201,10 @@ class _Account:
         self._complete = False
         self.timeline = common_pb2.Timeline(decode_worker=worker_id)
 
-    def reserved(self) -> None:
+    def reserved(self, cached_tokens: int) -> None:
+        """`cached_tokens`: of the prompt, found in this worker's prefix cache."""
         self.timeline.reserve_us = (time.monotonic_ns() - self._arrived) // 1000
+        self.timeline.decode_cached_tokens = self._computed = cached_tokens
 
     def chunk(self, computed: int, compute_us: int) -> None:
         """A chunk of the prompt was computed here."""
@@ -226,7 +229,10 @@ class _Account:
         return self._take_account() or self.tokens == 1
 
     def usage(self, prompt_tokens: int) -> common_pb2.Usage:
-        return common_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=self.tokens)
+        # Whoever computes the rest computes all that it has not cached itself, even what only the other side has.
+        timeline = self.timeline
+        cached = timeline.decode_cached_tokens if self.received is None else timeline.prefill_cached_tokens
+        return common_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=self.tokens, cached_tokens=cached)
 
     async def close(self) -> common_pb2.Timeline:
         if self.tokens > 1:
@@ -250,6 +256,7 @@ class _Account:
         if not isinstance(result, Exception):
             self.timeline.prefill_queue_us = result.queue_us
             self.timeline.chunks.extend(result.chunks)
+            self.timeline.prefill_cached_tokens = result.cached_tokens
             self.timeline.transfer.CopyFrom(result.transfer)
         return True
 

@@ -93,6 +93,7 @@ class Dispatcher:
             prompt_token_ids=prompt,
             sampling=sampling,
             prefill_workers=route.prefill,
+            cache_salt=generation.cache_salt,
         )
         default = min(self._default_max_tokens, max(1, _room(route.decode) - len(prompt)))
         request.sampling.max_tokens = fit_to_context(len(prompt), sampling.max_tokens, context, default)

@@ -45,6 +45,7 @@ class Job:
     prepare: Callable[[], Awaitable[tuple[Form, list[Prompt]]]]
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
+    cache_salt: str
 
 
 class OpenAiApi:
@@ -117,6 +118,7 @@ class OpenAiApi:
             prepare=prepare,
             sampling=sampling,
             stop=check_stop(body.stop_strings()),
+            cache_salt=body.cache_salt or "",
         )
 
     async def _respond(self, request: Request, job: Job, stream: bool | None) -> Response:
@@ -169,6 +171,7 @@ class OpenAiApi:
                 stop=job.stop,
                 deadline=job.deadline,
                 client_request_id=job.client_request_id,
+                cache_salt=job.cache_salt,
             )
             for index, prompt in enumerate(prompts)
         ]

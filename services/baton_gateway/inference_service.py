@@ -40,6 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 stop=tuple(request.stop),
                 deadline=incoming_deadline(context, self._request_timeout_s),
                 client_request_id=request.client_request_id,
+                cache_salt=request.cache_salt,
             )
             async with aclosing(service.generate(generation, arrival)) as increments:
                 async for increment in increments:

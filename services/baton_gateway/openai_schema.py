@@ -64,8 +64,8 @@ class StreamOptions(BaseModel):
 class _Request(BaseModel):
     """What both kinds of requests share.
 
-    Beyond OpenAI's: top_k, ignore_eos and stop_token_ids as vLLM has them; timeline: add `baton_timeline`, where the
-    time went, to the response or the last chunk.
+    Beyond OpenAI's: top_k, ignore_eos, stop_token_ids and cache_salt as vLLM has them; timeline: add `baton_timeline`,
+    where the time went, to the response or the last chunk.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -79,6 +79,7 @@ class _Request(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -31,7 +31,8 @@ class Prompt:
 class Generation:
     """A request that passed all checks but those that need a worker.
 
-    request_id: made here. client_request_id: for logs. max_tokens of sampling 0: the default.
+    request_id: made here. client_request_id: for logs. max_tokens of sampling 0: the default. cache_salt: cached
+    prefixes are shared only with requests of the same.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Generation:
     stop: tuple[str, ...]
     deadline: Deadline
     client_request_id: str = ""
+    cache_salt: str = ""
 
 
 def check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.v1 import common_pb2
 
@@ -225,14 +225,7 @@ def _with_end_ids(generation: Generation, ends: frozenset[int]) -> Generation:
     sampling.CopyFrom(generation.sampling)
     del sampling.stop_token_ids[:]
     sampling.stop_token_ids.extend(sorted(ends))
-    return Generation(
-        request_id=generation.request_id,
-        prompt=generation.prompt,
-        sampling=sampling,
-        stop=generation.stop,
-        deadline=generation.deadline,
-        client_request_id=generation.client_request_id,
-    )
+    return replace(generation, sampling=sampling)
 
 
 def _complete(timeline: common_pb2.Timeline, generation: Generation, trace: Trace) -> None:

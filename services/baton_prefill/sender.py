@@ -33,6 +33,14 @@ class Outgoing:
     # Resolves to a reason if the agent could not be told of a step: the transfer can't be completed then.
     broken: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
+    def chunk(self, start: int, end: int) -> agent_pb2.ChunkPlan | None:
+        """What is complete when the prompt's positions [start, end) are, if that is anything to be told."""
+        pages = chunk_pages(self.prompt_tokens, self.prefix_tokens, self.page_size, start, end)
+        last = end == self.prompt_tokens - 1
+        if not pages and not last:
+            return None
+        return agent_pb2.ChunkPlan(transfer=self.transfer.transfer, first_page=pages.start, pages=len(pages), last=last)
+
     def break_off(self, reason: str) -> None:
         if not self.broken.done():
             self.broken.set_result(reason)
@@ -52,6 +60,15 @@ class KvSender:
     def forget(self, sequence_id: int) -> None:
         self._outgoing.pop(sequence_id, None)
 
+    def send_cached(self, outgoing: Outgoing, tokens: int, step: int) -> None:
+        """The first `tokens` tokens' pages leave at once: they are complete in every layer since step `step` at the
+        latest, which is done. To be called before any step with this prompt begins.
+        """
+        chunk = outgoing.chunk(0, tokens)
+        if chunk is not None:
+            submit = self._submit(outgoing.session, step, [(outgoing, chunk)])
+            self._background.spawn(submit, f"cached pages of transfer {outgoing.transfer.transfer:x}")
+
     def before_step(self, plan: StepPlan) -> None:
         """A plan may reach the agent before, during or after its step, so that nothing waits for this."""
         chunks: defaultdict[AgentSession, list[tuple[Outgoing, agent_pb2.ChunkPlan]]] = defaultdict(list)
@@ -59,17 +76,8 @@ class KvSender:
             outgoing = self._outgoing.get(item.sequence_id)
             if outgoing is None:
                 continue
-            prefilled = outgoing.prompt_tokens - 1
-            pages = chunk_pages(
-                outgoing.prompt_tokens, outgoing.prefix_tokens, outgoing.page_size, item.start, item.end
-            )
-            chunk = agent_pb2.ChunkPlan(
-                transfer=outgoing.transfer.transfer,
-                first_page=pages.start,
-                pages=len(pages),
-                last=item.end == prefilled,
-            )
-            if chunk.pages or chunk.last:
+            chunk = outgoing.chunk(item.start, item.end)
+            if chunk is not None:
                 chunks[outgoing.session].append((outgoing, chunk))
         for session, planned in chunks.items():
             self._background.spawn(self._submit(session, plan.step, planned), f"chunk plan of step {plan.step}")

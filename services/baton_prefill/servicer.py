@@ -77,7 +77,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         sequence_id = self._worker.next_sequence_id()
         owner = ("request", sequence_id)
         deadline = incoming_deadline(context, self._worker.section.queue_timeout_s)
-        pages = await engine.reserver.reserve(owner, -(-(len(prompt) - 1) // page_size), deadline.remaining())
+        chain = engine.chain(prompt, request.cache_salt)
+        count = -(-(len(prompt) - 1) // page_size)
+        reservation = await engine.reserver.reserve(owner, count, deadline.remaining(), chain)
+        pages, cached = reservation.pages, reservation.cached * page_size
         outgoing: Outgoing | None = None
         submitted = False
         try:
@@ -87,11 +90,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             outgoing = Outgoing(session, transfer, len(prompt), request.prefix_tokens, smaller)
             engine.reserver.hold(pages, ("transfer", sequence_id))
             self._sender.track(sequence_id, outgoing)
-            stream = engine.actor.submit(
-                Sequence(sequence_id=sequence_id, token_ids=prompt, pages=tuple(pages), prefill_only=True), owner
-            )
-            submitted = True
-            return await self._complete(stream, outgoing, arrived)
+            if cached:
+                # What is cached was computed by a step that is done.
+                assert engine.actor.last_step is not None
+                self._sender.send_cached(outgoing, cached, engine.actor.last_step)
+            stream: SequenceStream | None = None
+            if cached < len(prompt) - 1:
+                sequence = Sequence(
+                    sequence_id=sequence_id, token_ids=prompt, pages=pages, computed=cached, prefill_only=True
+                )
+                stream = engine.actor.submit(sequence, owner, chain)
+                submitted = True
+            return await self._complete(stream, outgoing, arrived, cached)
         finally:
             if submitted:
                 engine.actor.cancel(sequence_id)
@@ -131,7 +141,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             )
 
     @staticmethod
-    async def _open(session: AgentSession, request: prefill_pb2.RunRequest, source: list[int]) -> Transfer:
+    async def _open(session: AgentSession, request: prefill_pb2.RunRequest, source: tuple[int, ...]) -> Transfer:
         """Raises AgentUnavailable and TransferBroken: another worker's agent may take what this node's refuses."""
         try:
             return await session.open_transfer(
@@ -141,9 +151,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise TransferBroken(f"the agent refused the transfer: {error}", cause=error.reason) from error
 
     @staticmethod
-    async def _complete(stream: SequenceStream, outgoing: Outgoing, arrived: int) -> prefill_pb2.RunResponse:
-        """Until the prompt is computed and every write is complete."""
-        response = prefill_pb2.RunResponse()
+    async def _complete(
+        stream: SequenceStream | None, outgoing: Outgoing, arrived: int, cached: int
+    ) -> prefill_pb2.RunResponse:
+        """Until the prompt is computed and every write is complete. `stream` None: all of it was `cached`."""
+        response = prefill_pb2.RunResponse(cached_tokens=cached)
         computing = asyncio.ensure_future(_compute(stream, response, arrived))
         ended = outgoing.transfer.ended
         try:
@@ -185,13 +197,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._sender.forget(sequence_id)
 
 
-async def _compute(stream: SequenceStream, response: prefill_pb2.RunResponse, arrived: int) -> None:
+async def _compute(stream: SequenceStream | None, response: prefill_pb2.RunResponse, arrived: int) -> None:
+    if stream is None:
+        return
+    done = response.cached_tokens
     async for event in stream:
         if isinstance(event.update, PrefillAdvanced) and event.step is not None:
             if not response.chunks:
                 response.queue_us = max(0, event.step.started_ns - arrived) // 1000
-            done = sum(chunk.tokens for chunk in response.chunks)
             response.chunks.add(tokens=event.update.computed - done, compute_us=event.step.compute_us)
+            done = event.update.computed
         elif isinstance(event.update, Finished) and event.update.reason is not FinishReason.PREFILLED:
             raise EngineUnavailable(f"the prompt was not computed: {event.update.reason.value}")
 

@@ -49,7 +49,7 @@ def request(rig, candidates=None, **changes):
 
 async def fetch(rig, message=None, prefix=0, deadline=NEVER):
     """What the servicer does around it."""
-    pages = await rig.host.reserver.reserve("request", 4, None)
+    pages = (await rig.host.reserver.reserve("request", 4, None)).pages
     try:
         return await rig.receiver.fetch(rig.host, message or request(rig), pages, prefix, deadline)
     finally:

@@ -2,19 +2,16 @@ import asyncio
 
 import grpc
 import pytest
-from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
+from baton.v1 import common_pb2
 
 from baton_decode import servicer as module
-from baton_decode.receiver import KvReceiver
 from baton_decode.servicer import DecodeServicer
 from baton_engine.messages import PositionLogprobs, Sampling, TokenLogprob
 from baton_rpc import RemoteError
-from baton_telemetry.metrics import DecodeMetrics
-from baton_worker.engine_actor import NoHooks
 from conditions import settle, until
+from decode_rig import decode_rig
+from decode_rig import generate_request as request
 from fake_agent import Gate
-from fake_prefill import FakePrefill
-from worker_rig import worker_rig
 
 
 @pytest.fixture
@@ -24,43 +21,8 @@ def policy(request):
 
 @pytest.fixture
 async def rig(monkeypatch, tmp_path, policy):
-    metrics = DecodeMetrics()
-
-    def add(worker):
-        receiver = KvReceiver(worker, worker.section, metrics)
-        servicer = DecodeServicer(worker, worker.section, metrics, receiver)
-        worker.add(decode_pb2_grpc.add_DecodeServicer_to_server, servicer, "baton.v1.Decode")
-
-    colocated = policy == "always"
-    async with worker_rig(
-        monkeypatch,
-        tmp_path,
-        registry_pb2.WORKER_ROLE_COLOCATED if colocated else registry_pb2.WORKER_ROLE_DECODE,
-        metrics,
-        NoHooks(),
-        add,
-        section={"local_prefill": policy, "worker_id": "d0"},
-        with_agent=not colocated,
-        automatic=True,
-        max_model_len=128,
-    ) as rig:
-        rig.metrics = metrics
-        rig.stub = decode_pb2_grpc.DecodeStub(rig.channel)
-        rig.prefill = None if colocated else await FakePrefill("p0", rig.agent).start()
+    async with decode_rig(monkeypatch, tmp_path, policy) as rig:
         yield rig
-        if rig.prefill is not None:
-            await rig.prefill.stop()
-
-
-def request(rig, tokens=10, max_tokens=3, workers=None, **sampling):
-    if workers is None:
-        workers = [rig.prefill.info(rig.layout)] if rig.prefill is not None else []
-    return decode_pb2.DecodeGenerateRequest(
-        request_id="r",
-        prompt_token_ids=[t % 90 for t in range(tokens)],
-        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, **sampling),
-        prefill_workers=workers,
-    )
 
 
 async def generate(rig, *arguments, **options):

@@ -2,52 +2,21 @@ import asyncio
 
 import grpc
 import pytest
-from baton.v1 import agent_pb2, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
+from baton.v1 import prefill_pb2
 
 from baton_prefill import servicer as module
-from baton_prefill.sender import KvSender
-from baton_prefill.servicer import PrefillServicer
 from baton_rpc import RemoteError
-from baton_telemetry.metrics import PrefillMetrics
 from baton_worker import letting_go
-from baton_worker.background import BackgroundTasks
 from conditions import settle, until
 from fake_agent import Gate, refuse
-from worker_rig import worker_rig
+from prefill_rig import prefill_rig
+from prefill_rig import run_request as request
 
 
 @pytest.fixture
 async def rig(monkeypatch, tmp_path):
-    metrics, sender = PrefillMetrics(), KvSender(BackgroundTasks())
-
-    def add(worker):
-        servicer = PrefillServicer(worker, metrics, sender)
-        worker.add(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer, "baton.v1.Prefill")
-
-    async with worker_rig(
-        monkeypatch, tmp_path, registry_pb2.WORKER_ROLE_PREFILL, metrics, sender, add, max_model_len=128
-    ) as rig:
-        rig.sender, rig.metrics = sender, metrics
-        rig.stub = prefill_pb2_grpc.PrefillStub(rig.channel)
+    async with prefill_rig(monkeypatch, tmp_path) as rig:
         yield rig
-
-
-def request(rig, tokens=10, prefix=0, pages=None, **changes):
-    wanted = max(0, -(-(tokens - 1) // 4) - prefix // 4)
-    inbox = agent_pb2.InboxDescriptor(
-        version=1, slot=5, generation=3, layout=rig.layout, sharding=common_pb2.Sharding(tensor_parallel=1)
-    )
-    inbox.layout.pages = 999  # the caller's pool has another size
-    message = prefill_pb2.RunRequest(
-        request_id="r",
-        prompt_token_ids=[t % 90 for t in range(tokens)],
-        inbox=inbox,
-        pages=range(50, 50 + wanted) if pages is None else pages,
-        prefix_tokens=prefix,
-    )
-    for name, value in changes.items():
-        setattr(message, name, value)
-    return message
 
 
 def outcomes(rig, metric=None):

@@ -53,7 +53,7 @@ class Rig:
         self.actor = EngineActor(self.engine, scheduler, self.reserver, self.hooks)
 
     async def submit(self, number, tokens=4, max_tokens=2, **options):
-        pages = await self.reserver.reserve(number, -(-(tokens + max_tokens) // 4), None)
+        pages = (await self.reserver.reserve(number, -(-(tokens + max_tokens) // 4), None)).pages
         return self.actor.submit(
             Sequence(number, tuple(range(tokens)), tuple(pages), max_tokens=max_tokens, **options), number
         )
@@ -144,7 +144,7 @@ async def test_a_stop_tells_every_stream_once_also_those_that_still_wait_in_the_
         errors.append(caught.value)
         assert stream._events.empty()
     assert errors[0] is not errors[1]
-    pages = await rig.reserver.reserve(3, 1, None)
+    pages = (await rig.reserver.reserve(3, 1, None)).pages
     with pytest.raises(EngineUnavailable):
         rig.actor.submit(Sequence(3, (1,), tuple(pages)), 3)
     rig.reserver.release(3)  # a refused submission leaves the pages with their owner
@@ -182,7 +182,7 @@ async def test_cancelled_in_a_step_that_fails_it_ends_as_cancelled(rig):
 async def test_what_the_scheduler_refuses_is_told_to_its_stream_alone(rig):
     good = await rig.submit(1)
     await rig.engine.begun(0)
-    pages = await rig.reserver.reserve(2, 1, None)
+    pages = (await rig.reserver.reserve(2, 1, None)).pages
     refused = rig.actor.submit(Sequence(2, (1, 2), tuple(pages), max_tokens=50), 2)
     with pytest.raises(SequenceInvalid, match="it may write"):
         await collect(refused)

@@ -65,7 +65,7 @@ async def make(agent, engines):
 
 
 async def submit(host):
-    pages = await host.reserver.reserve(1, 2, None)
+    pages = (await host.reserver.reserve(1, 2, None)).pages
     return host.actor.submit(Sequence(1, (1, 2, 3), tuple(pages), max_tokens=2), 1)
 
 

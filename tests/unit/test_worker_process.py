@@ -38,7 +38,7 @@ class Prefill(prefill_pb2_grpc.PrefillServicer):
 
     async def _run(self):
         engine = self._worker.engine
-        pages = await engine.reserver.reserve("request", 2, None)
+        pages = (await engine.reserver.reserve("request", 2, None)).pages
         sequence = Sequence(self._worker.next_sequence_id(), (1, 2, 3), tuple(pages), prefill_only=True)
         stream = engine.actor.submit(sequence, "request")
         self.entered.set()
