@@ -104,7 +104,10 @@ class WeightReader:
     def row_parallel(self, name: str, rows: int, columns: int, share: range, bias: bool) -> Linear:
         """The linear `name` for the inputs `share` only: `[..., len(share)]` to this rank's part of `[..., rows]`. The
         bias is in rank 0's part, so that the sum has it once. Raises as `tensor` does."""
-        return self._linear([name], [rows], [range(rows)], columns, share, bias and self.group.rank == 0)
+        if bias and self.group.rank != 0:
+            self.leave_out(1)
+            bias = False
+        return self._linear([name], [rows], [range(rows)], columns, share, bias)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """This rank's words of the table `name.weight`, `[vocab_size, hidden_size]`. Raises as `tensor` does."""

@@ -27,6 +27,7 @@ from paged_runner import PagedRunner
 from small_models import SmallModel
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 Kind = gguf.GGMLQuantizationType
 
 
@@ -36,15 +37,17 @@ def logits(path) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_both_formats_give_the_same_model(tmp_path, tied, bias):
-    small = SmallModel(tied=tied, bias=bias)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_formats_give_the_same_model(tmp_path, family, tied, bias):
+    small = SmallModel(family=family, tied=tied, bias=bias)
     single = logits(small.write_hugging_face(tmp_path / "single"))
     assert torch.equal(logits(small.write_hugging_face(tmp_path / "sharded", shards=3)), single)
     torch.testing.assert_close(logits(small.write_gguf(tmp_path / "small.gguf")), single)
 
 
-def test_both_formats_give_the_same_config(tmp_path):
-    small = SmallModel()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_formats_give_the_same_config(tmp_path, family):
+    small = SmallModel(family=family)
     from_directory = load_config(small.write_hugging_face(tmp_path / "hf", eos_token_id=2))
     from_file = load_config(small.write_gguf(tmp_path / "small.gguf"))
     assert from_file.rms_norm_eps == pytest.approx(from_directory.rms_norm_eps)
