@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from baton_engine.messages import EngineSpec
     from baton_kv.layout import PageLayout
+    from baton_model.parallel import RankGroup
 
 LAYERS = 3
 VOCABULARY = 64
@@ -97,7 +98,7 @@ class ToyModel:
         return 1 + total % 50
 
 
-def load(spec: EngineSpec, progress: Progress) -> ToyModel:
+def load(spec: EngineSpec, progress: Progress, group: RankGroup) -> ToyModel:
     progress("toy", 0.5)
     if spec.model_path == REFUSES:
         raise ToyRefuses("there is no such toy")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from baton_engine.shared_group import SharedGroup, make_memory
+from baton_engine.group_memory import make_memory
+from baton_engine.shared_group import SharedGroup
 from baton_model.errors import GroupBroken
 
 T = TypeVar("T")

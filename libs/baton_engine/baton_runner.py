@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from baton_engine.errors import SpecInvalid
 from baton_engine.messages import EngineSpec
 from baton_engine.runner import Batch, ModelFacts, Progress
 from baton_kv.layout import PageLayout
@@ -16,14 +15,14 @@ from baton_model.cache import PagedCache, open_cache
 from baton_model.fingerprint import fingerprint
 from baton_model.loaders import load_model as load_weights
 from baton_model.model import Model
+from baton_model.parallel import SOLO, RankGroup
 
 
-def load_model(spec: EngineSpec, progress: Progress) -> BatonRunner:
-    """Loads the checkpoint at `spec.model_path`. Raises baton_model's typed errors, SpecInvalid, OSError."""
-    if spec.ranks != 1:
-        raise SpecInvalid(f"ranks is {spec.ranks}; a model of one rank is all that can be loaded", ranks=spec.ranks)
+def load_model(spec: EngineSpec, progress: Progress, group: RankGroup = SOLO) -> BatonRunner:
+    """Loads what `group.rank` needs of the checkpoint at `spec.model_path`. Raises baton_model's typed errors,
+    OSError."""
     path = Path(spec.model_path)
-    model = load_weights(path, spec.dtype)
+    model = load_weights(path, spec.dtype, group=group)
     progress("fingerprint", 1.0)
     return BatonRunner(model, path.name.removesuffix(".gguf"), fingerprint(path))
 

@@ -1,19 +1,15 @@
-"""A worker's side of its model process. asyncio; imports no torch."""
+"""A worker's side of an engine: the model processes of its ranks, as one. asyncio; imports no torch."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
+import contextlib
 import logging
-import os
-import signal
-import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton_engine.errors import AttachFailed, EngineDied, EngineError, EngineStartFailed, StepFailedError
-from baton_engine.link import Link
+from baton_engine.group_memory import make_memory
 from baton_engine.messages import (
     AgentLost,
     Attach,
@@ -31,41 +27,40 @@ from baton_engine.messages import (
     StepFailed,
     StepPlan,
     StepResult,
+    ToModel,
 )
+from baton_engine.rank_process import MODEL_PROCESS, RankProcess
+from baton_engine.ranks import rank_specs
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-MODEL_PROCESS: tuple[str, ...] = (sys.executable, "-m", "baton_engine.model_process")
-
-# After the first sign that the process ended (its exit, or the end of its socket) the other is awaited this long: a
-# killed process shows both within a millisecond, and together they make the better message.
-_SECOND_SIGN_S = 0.1
-# Lines of the child's stderr that an error quotes.
-_STDERR_LINES = 8
+# Once a step is over for rank 0, or has failed on any rank, the others leave it within milliseconds: whoever still
+# computes learns of it at its next sum. A rank that has not by then never will.
+_STRAGGLER_S = 10.0
+# A failure that only follows from another rank's.
+_CONSEQUENCE = "MODEL_GROUP_BROKEN"
 
 
 class EngineClient:
-    """One model process. Made by `start`; every call raises EngineDied once the process is gone.
+    """One engine. Made by `start`; every call raises EngineDied once one of its processes is gone, and with it all.
 
-    `info`: what was loaded. `exited`: a future that resolves to the EngineDied that says how the process ended, as
-    soon as it exits or closes its socket; it never holds an exception. Calls are answered in order; of `step` and
-    `attach` one may wait at a time.
+    All ranks get the same messages and answer each; rank 0 leads: it draws the tokens, and its layer counter is the
+    engine's. `info`: what was loaded, as rank 0 says. `exited`: a future that resolves to the EngineDied that says how
+    the first process ended; it never holds an exception. Calls are answered in order; of `step` and `attach` one may
+    wait at a time.
     """
 
     info: EngineInfo
     exited: asyncio.Future[EngineDied]
 
-    def __init__(self, spec: EngineSpec, process: asyncio.subprocess.Process, link: Link) -> None:
+    def __init__(self, spec: EngineSpec, ranks: Sequence[RankProcess]) -> None:
         self.spec = spec
         self.exited = asyncio.get_running_loop().create_future()
-        self._process = process
-        self._link = link
-        self._stopping = False
+        self._ranks = ranks
         self._stepping = False
-        self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
-        self._stderr_task = asyncio.create_task(self._pass_stderr_on())
-        self._watch_task = asyncio.create_task(self._watch())
+        for rank in ranks:
+            rank.exited.add_done_callback(self._rank_exited)
 
     @classmethod
     async def start(
@@ -78,168 +73,182 @@ class EngineClient:
         command: Sequence[str] = MODEL_PROCESS,
         environment: Mapping[str, str] | None = None,
     ) -> EngineClient:
-        """Starts a model process and waits until its model is loaded, at most `timeout_s` seconds.
+        """Starts a model process for each rank and waits until the model is loaded, at most `timeout_s` seconds.
 
-        The process dies with the thread that called this. `on_agent_lost` is called, in the event loop, whenever the
-        agent of the last `attach` is gone. Raises EngineStartFailed; the process is gone then.
+        The processes die with the thread that called this. `on_agent_lost` is called, in the event loop, whenever a
+        rank's agent of the last `attach` is gone. `on_progress` hears of rank 0. Raises EngineStartFailed; the
+        processes are gone then.
         """
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        ours.setblocking(False)
-        child_environment = dict(os.environ if environment is None else environment)
-        # Both are read while torch is being imported, so that setting them there is too late.
-        child_environment["OMP_NUM_THREADS"] = child_environment["MKL_NUM_THREADS"] = str(spec.threads)
+        ranks: list[RankProcess] = []
+        with contextlib.ExitStack() as stack:
+            group = stack.enter_context(make_memory(spec.ranks)) if spec.ranks > 1 else None
+            try:
+                for each in rank_specs(spec):
+                    ranks.append(  # noqa: PERF401 - one by one: if one does not start, the others are ended
+                        await RankProcess.start(
+                            each,
+                            group_fd=None if group is None else group.fd,
+                            on_progress=on_progress if each.rank == 0 else None,
+                            on_agent_lost=on_agent_lost,
+                            command=command,
+                            environment=environment,
+                        )
+                    )
+            except BaseException:
+                await asyncio.gather(*(rank.stop(0.0) for rank in ranks))
+                raise
+        client = cls(spec, ranks)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                "--fd",
-                str(theirs.fileno()),
-                "--parent",
-                str(os.getpid()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment,
-            )
-        except OSError as error:
-            ours.close()
-            raise EngineStartFailed(f"cannot run {command[0]}: {error}", cause="EXEC_FAILED") from error
-        finally:
-            theirs.close()
-        link = Link(on_progress, on_agent_lost)
-        await loop.create_unix_connection(lambda: link, sock=ours)
-        client = cls(spec, process, link)
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await client._ask(Load(spec))
-        except EngineDied as died:
-            await client.stop(grace_s=0.0)
-            raise EngineStartFailed(
-                f"the model process ended while loading {spec.model_path}: {died}", cause=died.reason
-            ) from died
-        except TimeoutError as error:
-            await client.stop(grace_s=0.0)
-            raise EngineStartFailed(
-                f"{spec.model_path} was not loaded within {timeout_s:.0f} s", cause="TIMEOUT"
-            ) from error
+            await client._load(timeout_s)
         except BaseException:
             await client.stop(grace_s=0.0)
             raise
-        if isinstance(answer, LoadFailed):
-            await client.stop()
-            failed = EngineStartFailed(f"the model was not loaded: {answer.message}", cause=answer.reason)
-            failed.status = answer.status
-            raise failed
-        client.info = _expect(Ready, answer).info
         return client
 
-    async def attach(self, handoff_path: str, session: int, *, timeout_s: float = 30.0) -> None:
-        """Has the process hand its cache and layer counter to the agent on the unix socket `handoff_path`.
+    async def _load(self, timeout_s: float) -> None:
+        path = self.spec.model_path
+        answers = [rank.send(Load(rank.spec)) for rank in self._ranks]
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_loaded(answers)
+        except EngineDied as died:
+            raise EngineStartFailed(
+                f"the model process ended while loading {path}: {died}", cause=died.reason
+            ) from died
+        except TimeoutError as error:
+            raise EngineStartFailed(f"{path} was not loaded within {timeout_s:.0f} s", cause="TIMEOUT") from error
+        infos = [_expect(Ready, answer.result()).info for answer in answers]
+        self.info = infos[0]
+        for rank, info in enumerate(infos):
+            if (info.fingerprint, info.pages) != (self.info.fingerprint, self.info.pages):
+                raise EngineStartFailed(
+                    f"rank {rank} loaded {info.fingerprint} with {info.pages} pages, rank 0 {self.info.fingerprint} "
+                    f"with {self.info.pages}",
+                    cause="RANKS_DIFFER",
+                )
 
-        Replaces a former agent. Waits for a step in flight. Raises AttachFailed.
+    async def _until_loaded(self, answers: Sequence[asyncio.Future[FromModel]]) -> None:
+        """The first that fails counts: the others wait for it, and never answer."""
+        pending = list(answers)
+        while pending:
+            signs: list[asyncio.Future[Any]] = [*pending, self.exited]
+            await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+            for answer in pending:
+                if answer.done() and isinstance(failed := answer.result(), LoadFailed):
+                    error = EngineStartFailed(f"the model was not loaded: {failed.message}", cause=failed.reason)
+                    error.status = failed.status
+                    raise error
+            pending = [answer for answer in pending if not answer.done()]
+            if pending and self.exited.done():
+                raise _copy(self.exited.result())
+
+    async def attach(self, handoff_path: str, session: int, *, timeout_s: float = 30.0) -> None:
+        """Has every rank hand its cache and layer counter to the agent on the unix socket `handoff_path`.
+
+        Replaces a former agent. Waits for a step in flight. Raises AttachFailed; ranks that did attach stay so until
+        the next call.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._ask(Attach(handoff_path, session))
+                answers = await self._ask_all(Attach(handoff_path, session))
         except TimeoutError as error:
             raise AttachFailed(
                 f"no answer within {timeout_s:.0f} s to handing memory to {handoff_path}",
                 cause="TIMEOUT",
                 session=session,
             ) from error
-        if isinstance(answer, AttachRefused):
-            raise AttachFailed(answer.message, cause=answer.reason, session=session)
-        _expect(Attached, answer)
+        for answer in answers:
+            if isinstance(answer, AttachRefused):
+                raise AttachFailed(answer.message, cause=answer.reason, session=session)
+            _expect(Attached, answer)
 
     async def step(self, plan: StepPlan) -> StepResult:
         """Runs one step. Raises StepFailedError (its text says what to do about transfers), EngineError if one runs.
 
-        Cancelling the call does not stop the step, and its result is lost: only for an engine that is to be stopped.
+        Returns when every rank has left the step. Cancelling the call does not stop the step, and its result is lost:
+        only for an engine that is to be stopped.
         """
         if self._stepping:
             raise EngineError(f"step {plan.step} while another is in flight; at most one may be", step=plan.step)
         self._stepping = True
         try:
-            answer = await self._ask(plan)
+            answers = await self._ask_all(plan, straggler_s=_STRAGGLER_S)
         finally:
             self._stepping = False
-        if isinstance(answer, StepFailed):
-            raise StepFailedError(f"step {answer.step} failed: {answer.message}", step=answer.step, cause=answer.reason)
-        return _expect(StepResult, answer)
+        failures = [answer for answer in answers if isinstance(answer, StepFailed)]
+        if failures:
+            cause = min(failures, key=lambda failure: failure.reason == _CONSEQUENCE)
+            raise StepFailedError(f"step {cause.step} failed: {cause.message}", step=cause.step, cause=cause.reason)
+        return _expect(StepResult, answers[0])
 
-    async def inspect(self) -> Inspection:
-        """What the process says about itself."""
-        return _expect(Inspection, await self._ask(Inspect()))
+    async def inspect(self, rank: int = 0) -> Inspection:
+        """What a rank's process says about itself."""
+        return _expect(Inspection, await self._answer(self._send(self._ranks[rank], Inspect())))
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
-        """Ends the process: closes its socket, waits `grace_s` seconds for it to leave, then kills it. Idempotent."""
-        self._stopping = True
-        self._link.close()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._process.wait()
-        except TimeoutError:
-            self._kill()
-            await self._process.wait()
-        finally:
-            self._kill()
-        await asyncio.gather(self._watch_task, self._stderr_task)
+        """Ends the processes: closes their sockets, waits `grace_s` seconds for them to leave, then kills them.
+        Idempotent."""
+        await asyncio.gather(*(rank.stop(grace_s) for rank in self._ranks))
 
-    async def _ask(self, message: Load | StepPlan | Attach | Inspect) -> FromModel:
+    def _rank_exited(self, exited: asyncio.Future[EngineDied]) -> None:
+        if not self.exited.done():
+            self.exited.set_result(exited.result())
+        # What the others have is of no use without this one's part.
+        for rank in self._ranks:
+            if not rank.exited.done():
+                rank.kill()
+
+    def _send(self, rank: RankProcess, message: ToModel) -> asyncio.Future[FromModel]:
         if self.exited.done():
             raise _copy(self.exited.result())
-        answer = self._link.send(message)
+        return rank.send(message)
+
+    async def _answer(self, answer: asyncio.Future[FromModel]) -> FromModel:
         await asyncio.wait((answer, self.exited), return_when=asyncio.FIRST_COMPLETED)
         # An answer that came before the end counts.
         if answer.done():
             return answer.result()
         raise _copy(self.exited.result())
 
-    async def _watch(self) -> None:
-        exit_ = asyncio.create_task(self._process.wait())
-        signs: set[asyncio.Future[object]] = {exit_, self._link.ended}  # type: ignore[arg-type]
-        await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(signs, timeout=_SECOND_SIGN_S)
-        code = self._process.returncode
-        how = "closed its socket" if code is None else _describe_exit(code)
-        if self._stopping:
-            how = f"was stopped ({how})"
-        elif self._link.ended.done() and self._link.ended.result():
-            how = f"{how}: {self._link.ended.result()}"
-        if code is not None and not self._stopping:
-            await asyncio.wait((self._stderr_task,), timeout=_SECOND_SIGN_S)
-        died = EngineDied(f"model process {self._process.pid} {how}", pid=self._process.pid, exit_code=code)
-        if self._stderr and not self._stopping:
-            died.fields["stderr"] = "\n".join(self._stderr)
-        if not self.exited.done():
-            self.exited.set_result(died)
-        if not self._stopping:
-            logger.error("%s", died)
-        # A process that closed its socket has nobody to listen to; it must not keep its memory.
-        self._kill()
-        self._link.close()
-        await exit_
+    async def _ask_all(self, message: StepPlan | Attach, straggler_s: float | None = None) -> list[FromModel]:
+        """Every rank's answer, in order of rank.
 
-    async def _pass_stderr_on(self) -> None:
-        stream = self._process.stderr
-        assert stream is not None
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:  # a line beyond the stream's limit; the rest of it follows as lines of their own
-                continue
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip()
-            self._stderr.append(text)
-            logger.warning("model process %d (%s): %s", self._process.pid, self.spec.role, text)
+        `straggler_s`: once rank 0 has answered, or any rank with a failure, a rank that takes longer is stuck, and is
+        killed.
+        """
+        answers = [self._send(rank, message) for rank in self._ranks]
+        if len(answers) == 1:
+            return [await self._answer(answers[0])]
+        loop = asyncio.get_running_loop()
+        complete: asyncio.Future[None] = loop.create_future()
+        waiting = len(answers)
+        limit: asyncio.TimerHandle | None = None
 
-    def _kill(self) -> None:
-        if self._process.returncode is None:
-            try:
-                self._process.send_signal(signal.SIGKILL)
-            except ProcessLookupError:
-                logger.debug("model process %d had already gone", self._process.pid)
+        def answered(answer: asyncio.Future[FromModel]) -> None:
+            nonlocal waiting, limit
+            waiting -= 1
+            if waiting == 0 and not complete.done():
+                complete.set_result(None)
+            is_over = answer is answers[0] or isinstance(answer.result(), StepFailed)
+            if straggler_s is not None and limit is None and waiting and is_over:
+                limit = loop.call_later(straggler_s, self._kill_stragglers, answers)
+
+        for answer in answers:
+            answer.add_done_callback(answered)
+        try:
+            await asyncio.wait((complete, self.exited), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if limit is not None:
+                limit.cancel()
+        if not complete.done():
+            raise _copy(self.exited.result())
+        return [answer.result() for answer in answers]
+
+    def _kill_stragglers(self, answers: Sequence[asyncio.Future[FromModel]]) -> None:
+        for rank, answer in zip(self._ranks, answers, strict=True):
+            if not answer.done():
+                logger.error("rank %d does not leave a step that is over: killing it", rank.spec.rank)
+                rank.kill()
 
 
 def _expect(kind: type[_T], answer: FromModel) -> _T:
@@ -253,9 +262,3 @@ def _copy(died: EngineDied) -> EngineDied:
     fresh = EngineDied(str(died))
     fresh.fields = dict(died.fields)
     return fresh
-
-
-def _describe_exit(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with code {code}"

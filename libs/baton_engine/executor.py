@@ -11,11 +11,14 @@ from baton_engine.messages import ELEMENT_SIZES, EngineSpec, SequenceStart, Step
 from baton_engine.runner import Batch, ModelFacts, ModelRunner
 from baton_engine.sampler import Draw, sample
 from baton_kv.layout import PageLayout
+from baton_kv.shards import head_slices
 from baton_memory import LayerCounter, SharedMemory
+from baton_model.parallel import SOLO, RankGroup
 
 
 def cache_layout(spec: EngineSpec, facts: ModelFacts) -> PageLayout:
-    """The cache of one rank as the spec wants it, or as the model does. Raises SpecInvalid."""
+    """The cache of one rank as the spec wants it, or as the model does. All ranks have the same number of pages, as
+    many as fit the budget of the one with the most heads. Raises SpecInvalid."""
     if (spec.kv_bytes is None) == (spec.pages is None):
         raise SpecInvalid(f"kv_bytes is {spec.kv_bytes} and pages is {spec.pages}; exactly one must be given")
     one_page = PageLayout(
@@ -27,22 +30,30 @@ def cache_layout(spec: EngineSpec, facts: ModelFacts) -> PageLayout:
         head_dim=facts.head_dim,
         element_size=ELEMENT_SIZES[spec.dtype],
     )
-    pages = spec.pages if spec.pages is not None else (spec.kv_bytes or 0) // one_page.region_bytes
+    most = max(len(heads) for heads in head_slices(1 if facts.order == "MLA" else facts.kv_heads, spec.ranks))
+    largest = dataclasses.replace(one_page, kv_heads=most).region_bytes
+    pages = spec.pages if spec.pages is not None else (spec.kv_bytes or 0) // largest
     if pages < 1:
         raise SpecInvalid(
             f"room for {pages} pages: kv_bytes is {spec.kv_bytes}, pages is {spec.pages}; "
-            f"a page of all layers takes {one_page.region_bytes} bytes",
-            page_bytes=one_page.region_bytes,
+            f"a page of all layers takes {largest} bytes",
+            page_bytes=largest,
         )
     return dataclasses.replace(one_page, pages=pages)
 
 
 class Executor:
-    """One rank's model, cache and layer counter. `counter` goes from `step * layers` to `(step + 1) * layers`."""
+    """One rank's model, cache and layer counter.
 
-    def __init__(self, runner: ModelRunner, layout: PageLayout) -> None:
+    Rank 0 leads. Its `counter` goes from `step * layers` to `(step + 1) * layers`, and when it passes a layer, every
+    rank has written that layer's entries: each does so before it joins in the sum of the attention's outputs, and rank
+    0 moves the counter after it. The other ranks' counters stand still. Only rank 0 draws tokens.
+    """
+
+    def __init__(self, runner: ModelRunner, layout: PageLayout, group: RankGroup = SOLO) -> None:
         """Allocates the cache. Raises OSError if there is no memory for it."""
         self.layout = layout
+        self._group = group
         self.memory = SharedMemory.create("baton-kv", layout.region_bytes)
         self.counter = LayerCounter.create()
         self._runner = runner
@@ -62,32 +73,39 @@ class Executor:
             )
 
     def run(self, plan: StepPlan, started_ns: int) -> StepResult:
-        """Runs a step. Raises whatever the model raises, SequenceInvalid, NonFiniteLogits.
+        """Runs a step, as all ranks do. Raises whatever the model raises, SequenceInvalid, NonFiniteLogits, and
+        GroupBroken if another rank failed.
 
         After a failure the counter stands at the last layer that was written, so that nothing of the step that was
         not computed is taken for computed; the next step begins by moving it past the failed one.
         """
+        self._group.begin(plan.step)
+        try:
+            return self._run(plan, started_ns)
+        except BaseException:
+            self._group.abort()
+            raise
+
+    def _run(self, plan: StepPlan, started_ns: int) -> StepResult:
         layers = self.layout.layers
         for sequence_id in plan.releases:
             self._sequences.pop(sequence_id, None)
         for start in plan.starts:
             self._sequences[start.sequence_id] = start
         base = plan.step * layers
-        if self.counter.value() < base:
-            self.counter.advance(base)
+        self._advance(base)
         batch = self._batch(plan)
         layer_ends: list[int] = []
         forward_ns = time.monotonic_ns()
         logits = self._runner.forward(batch, self._on_layer(plan, base, layer_ends))
-        if self.counter.value() < base + layers:
-            self.counter.advance(base + layers)
+        self._advance(base + layers)
         forwarded_ns = time.monotonic_ns()
         draws = [
             Draw(sampling, item.end)
             for item in plan.items
             if item.sample and (sampling := self._sequences[item.sequence_id].sampling) is not None
         ]
-        tokens, logprobs = sample(logits, draws) if draws else ((), ())
+        tokens, logprobs = sample(logits, draws) if draws and self._group.rank == 0 else ((), ())
         return StepResult(
             plan.step,
             tokens,
@@ -99,6 +117,10 @@ class Executor:
             tuple(layer_ends),
         )
 
+    def _advance(self, value: int) -> None:
+        if self._group.rank == 0 and self.counter.value() < value:
+            self.counter.advance(value)
+
     def _on_layer(self, plan: StepPlan, base: int, layer_ends: list[int]) -> Callable[[int], None]:
         # Pages leave during a step only if it prefills for another worker. Other steps ring once, at their end: each
         # ring wakes the agent, on what may be this process's own core.
@@ -107,7 +129,7 @@ class Executor:
 
         def on_layer(layer: int) -> None:
             layer_ends.append(time.monotonic_ns())
-            self.counter.advance(base + layer + 1)
+            self._advance(base + layer + 1)
 
         return on_layer
 

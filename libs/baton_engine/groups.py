@@ -16,16 +16,15 @@ SPIN_US = 20
 
 
 def make_group(spec: EngineSpec, memory_fd: int | None) -> RankGroup:
-    """The group of the rank that `spec` is about; returns once all its ranks are there.
+    """The group of the rank that `spec` is about.
 
-    `memory_fd`: descriptor of the memory that all ranks share, from `shared_group.make_memory`; None for a single rank.
-    Raises SpecInvalid, baton_memory's MemoryInvalid, GroupBroken.
+    `memory_fd`: descriptor of the memory that all ranks share, from `group_memory.make_memory`; None for a single rank.
+    Raises SpecInvalid, baton_memory's MemoryInvalid.
     """
     if spec.ranks == 1:
         return Solo()
     if memory_fd is None:
         raise SpecInvalid(f"ranks is {spec.ranks}, and no memory was given that they share", ranks=spec.ranks)
     memory = SharedMemory.open(memory_fd, os.fstat(memory_fd).st_size)
-    group = SharedGroup(memory, spec.rank, spec.ranks, spin_us=SPIN_US if spec.cpus else 0)
-    group.meet()
-    return group
+    spin_us = SPIN_US if spec.own_cpus else 0
+    return SharedGroup(memory, spec.rank, spec.ranks, patience_s=spec.patience_s, spin_us=spin_us)

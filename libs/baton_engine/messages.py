@@ -24,7 +24,12 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_bytes`: budget of the KV cache in bytes, rounded down to whole pages over all layers.
     `order`: how keys and values lie in a page; a model with a latent cache has its own, MLA, whatever is said here.
-    `cpus`: CPUs to pin the process to; empty leaves the affinity alone. `role` names the process in its log lines.
+    `cpus`: CPUs to pin the process to; empty leaves the affinity alone. `own_cpus`: no other rank runs on them.
+    `role` names the process in its log lines.
+    `patience_s`: a rank that comes to a sum this much later than another is stuck; all begin a step within milliseconds
+    of each other and do the same, and the slowest step seen took 3 s.
+    `rank` of `ranks` tensor-parallel ranks, which together are one engine; `data_parallel`: engines of the worker, each
+    with a cache of its own, and `dp_rank` this one. `ranks.rank_specs` makes those of the ranks from the engine's.
     """
 
     model_path: str
@@ -35,17 +40,22 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     order: KvOrder = "HND"
     threads: int = 1
     cpus: tuple[int, ...] = ()
+    own_cpus: bool = True
     max_batch: int = 32
     role: str = "engine"
     rank: int = 0
     ranks: int = 1
+    patience_s: float = 30.0
+    dp_rank: int = 0
+    data_parallel: int = 1
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded engine is: the model's essentials and the layout of this rank's cache.
+    """What a loaded engine is: the model's essentials and the layout of its cache.
 
-    `kv_heads` and `head_dim` are those of the whole model; `max_model_len` counts prompt and generated tokens.
-    The cache is one region `[layers, pages, page]`, its pages as `baton_kv.layout.PageLayout` says of `order`.
+    `kv_heads` and `head_dim` are those of the whole model, of which a rank has its share; `pages` are the same on all
+    ranks. `max_model_len` counts prompt and generated tokens. A rank's cache is one region `[layers, pages, page]`, its
+    pages as `baton_kv.layout.PageLayout` says of `order`.
     """
 
     model: str
@@ -151,7 +161,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """What a step gave. Times are CLOCK_MONOTONIC in nanoseconds.
+    """What a step gave. Times are CLOCK_MONOTONIC in nanoseconds. Only rank 0 draws tokens.
 
     `token_ids`: one for each item with `sample`, in the order of the items; `logprobs` likewise, or empty if no item
     asked for any. `layer_ends_ns[l]`: when layer l had its KV entries written. `started_ns`: the plan was read;

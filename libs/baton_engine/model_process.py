@@ -1,6 +1,7 @@
 """The process that holds one rank's weights and KV cache: `python -m baton_engine.model_process --fd N --parent PID`.
 
-It talks to its worker over the socket N and to its agent over the hand-off connection, and to nobody else: no gRPC, no
+It talks to its worker over the socket N, to its agent over the hand-off connection, to the other ranks of its engine
+through their group (`--group M`), and to nobody else: no gRPC, no
 fabric, no INET socket. It leaves when the worker closes the socket, and is killed when the worker dies.
 """
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from baton_engine.runner import LoadModel, ModelFacts, ModelRunner, Progress
     from baton_kv.layout import PageLayout
     from baton_memory import HandoffConnection
+    from baton_model.parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +60,10 @@ _HANDOFF_TIMEOUT_S = 10.0
 class ModelProcess:
     """The loop: one message from the worker at a time, and an eye on the hand-off connection."""
 
-    def __init__(self, worker: socket.socket, load_model: LoadModel) -> None:
+    def __init__(self, worker: socket.socket, load_model: LoadModel, group_fd: int | None = None) -> None:
+        """`group_fd`: memory that the ranks of the engine share; None for an engine of one."""
         self._worker = worker
+        self._group_fd = group_fd
         self._load_model = load_model
         self._frames = FrameDecoder()
         self._decoder = msgspec.msgpack.Decoder(ToModel)
@@ -68,6 +72,7 @@ class ModelProcess:
         self._selector.register(worker, selectors.EVENT_READ)
         self._executor: Executor | None = None
         self._info: EngineInfo | None = None
+        self._spec: EngineSpec | None = None
         self._agent: tuple[HandoffConnection, int] | None = None
 
     def run(self) -> None:
@@ -105,6 +110,7 @@ class ModelProcess:
             if self._executor is not None:
                 raise EngineError("the model is loaded already")
             self._executor, self._info = self._build(spec)
+            self._spec = spec
         except Exception as error:
             _log_untyped(f"loading {spec.model_path} failed", error)
             self._send(LoadFailed(getattr(error, "status", "INTERNAL"), _reason(error), _text(error)))
@@ -119,20 +125,23 @@ class ModelProcess:
         import torch
 
         from baton_engine.executor import Executor, cache_layout
+        from baton_engine.groups import make_group
 
         torch.set_num_threads(spec.threads)
         torch.set_grad_enabled(False)
         self._send(Loading("weights", 0.3))
-        runner = self._load_model(spec, lambda stage, fraction: self._send(Loading(stage, 0.3 + 0.5 * fraction)))
+        group = make_group(spec, self._group_fd)
+        runner = self._load_model(spec, lambda stage, fraction: self._send(Loading(stage, 0.3 + 0.5 * fraction)), group)
         layout = cache_layout(spec, runner.facts)
         self._send(Loading("cache", 0.8))
-        executor = Executor(runner, layout)
+        executor = Executor(runner, layout, group)
         self._send(Loading("warm-up", 0.95))
+        group.meet()
         executor.warm_up()
         # What is alive now stays so; the collector need not walk it again in the middle of a step.
         gc.collect()
         gc.freeze()
-        return executor, _describe(spec, runner.facts, layout)
+        return executor, describe(spec, runner.facts, layout)
 
     def _step(self, plan: StepPlan) -> None:
         started_ns = time.monotonic_ns()
@@ -151,9 +160,9 @@ class ModelProcess:
 
         self._drop_agent()
         try:
-            if self._executor is None or self._info is None:
+            if self._executor is None or self._info is None or self._spec is None:
                 raise EngineError("no model is loaded")
-            executor, info = self._executor, self._info
+            executor, info, spec = self._executor, self._info, self._spec
             layout = {
                 "order": info.order,
                 "layers": info.layers,
@@ -168,7 +177,14 @@ class ModelProcess:
             regions = [executor.memory.region("kv")]
             connection = hand_over(
                 message.handoff_path,
-                Handoff(message.session, info.rank, info.ranks, layout, regions),
+                Handoff(
+                    message.session,
+                    spec.dp_rank * spec.ranks + spec.rank,
+                    spec.ranks * spec.data_parallel,
+                    layout,
+                    regions,
+                    spec.data_parallel,
+                ),
                 [executor.memory.fd],
                 executor.counter.memory_fd,
                 executor.counter.doorbell_fd,
@@ -203,13 +219,14 @@ class ModelProcess:
         )
 
 
-def _load_checkpoint(spec: EngineSpec, progress: Progress) -> ModelRunner:
+def _load_checkpoint(spec: EngineSpec, progress: Progress, group: RankGroup) -> ModelRunner:
     from baton_engine.baton_runner import load_model
 
-    return load_model(spec, progress)
+    return load_model(spec, progress, group)
 
 
-def _describe(spec: EngineSpec, facts: ModelFacts, layout: PageLayout) -> EngineInfo:
+def describe(spec: EngineSpec, facts: ModelFacts, layout: PageLayout) -> EngineInfo:
+    """What a process says of what it has loaded."""
     return EngineInfo(
         model=facts.model,
         fingerprint=facts.fingerprint,
@@ -250,6 +267,7 @@ def main(argv: Sequence[str] | None = None, load_model: LoadModel | None = None)
     """Runs the process; `load_model` replaces the loader of real models."""
     parser = argparse.ArgumentParser(description="Holds a model for a worker, which starts it.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the worker")
+    parser.add_argument("--group", type=int, help="memory that the ranks of the engine share, if it has several")
     parser.add_argument("--parent", type=int, required=True, help="the worker's process id")
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(levelname)s %(message)s")
@@ -262,8 +280,10 @@ def main(argv: Sequence[str] | None = None, load_model: LoadModel | None = None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = socket.socket(fileno=options.fd)
     worker.set_inheritable(False)
+    if options.group is not None:
+        os.set_inheritable(options.group, False)
     try:
-        ModelProcess(worker, load_model or _load_checkpoint).run()
+        ModelProcess(worker, load_model or _load_checkpoint, options.group).run()
     except (FrameInvalid, msgspec.MsgspecError) as error:
         logger.error("the worker sent garbage: %s", error)
         return 1

@@ -12,6 +12,8 @@ from baton_kv.layout import PageLayout
 if TYPE_CHECKING:
     import torch
 
+    from baton_model.parallel import RankGroup
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -67,4 +69,5 @@ class ModelRunner(Protocol):
 
 
 Progress: TypeAlias = Callable[[str, float], None]
-LoadModel: TypeAlias = Callable[[EngineSpec, Progress], ModelRunner]
+# Loads what the group's rank needs of the model.
+LoadModel: TypeAlias = "Callable[[EngineSpec, Progress, RankGroup], ModelRunner]"

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from baton_engine._collectives import MAX_RANKS, Element, Group, memory_bytes
-from baton_engine.errors import SpecInvalid
+from baton_engine._collectives import Element, Group
 from baton_memory import SharedMemory
 from baton_model.errors import GroupBroken, InvalidBatch
 from baton_model.parallel import RankGroup
 
 _ELEMENTS = {torch.float32: Element.FLOAT32, torch.bfloat16: Element.BFLOAT16}
-
-# A rank that comes to a call this much later than the first is stuck. All begin a step within milliseconds of each
-# other and do the same; the slowest step seen took 3 s.
-PATIENCE_S = 30.0
 
 _WORDS = {
     "aborted": "gave the step up",
@@ -24,31 +19,21 @@ _WORDS = {
 }
 
 
-def make_memory(ranks: int) -> SharedMemory:
-    """What the ranks of one group share. Whoever starts them makes it, and hands each of them its descriptor."""
-    if not 1 <= ranks <= MAX_RANKS:
-        raise SpecInvalid(f"ranks is {ranks}; must be 1 to {MAX_RANKS}", ranks=ranks)
-    return SharedMemory.create("baton-group", memory_bytes(ranks))
-
-
 class SharedGroup(RankGroup):
-    """One rank's end of a group over `make_memory`'s memory.
+    """One rank's end of a group over the memory of `group_memory.make_memory`.
 
     The ranks may be processes or threads, each with a SharedGroup of its own. Tensors are float32 or bfloat16, on the
     CPU. Waiting sleeps in the kernel, after `spin_us` microseconds awake.
     """
 
-    def __init__(
-        self, memory: SharedMemory, rank: int, ranks: int, *, patience_s: float = PATIENCE_S, spin_us: int = 0
-    ) -> None:
-        """`memory` stays the caller's, and must outlive the group."""
+    def __init__(self, memory: SharedMemory, rank: int, ranks: int, *, patience_s: float, spin_us: int = 0) -> None:
+        """A rank that comes to a call `patience_s` seconds later than this one is stuck. `memory` stays the caller's,
+        and must outlive the group."""
         self.rank, self.ranks = rank, ranks
         self._memory = memory
         self._group = Group(memory.address, ranks, rank, round(patience_s * 1e6), spin_us)
 
     def meet(self) -> None:
-        """Returns once all ranks have called it, however long they take: for ranks that still load. Raises GroupBroken
-        when one is gone."""
         self._check(self._group.meet())
 
     def begin(self, step: int) -> None:

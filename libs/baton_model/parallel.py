@@ -27,7 +27,11 @@ class RankGroup(ABC):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x [..., n]` side by side in order of rank: `[..., sum of n]`. The ranks' n may differ."""
 
-    def begin(self, step: int) -> None:  # noqa: B027 - most groups have nothing to do
+    def meet(self) -> None:  # noqa: B027 - most groups have nothing to do
+        """Returns once all ranks have called it, however long they take: for ranks that still load. Raises GroupBroken
+        when one is gone."""
+
+    def begin(self, step: int) -> None:  # noqa: B027
         """Step `step` begins, a higher one than the last. No rank calls this before all have left the former step, by
         which a rank that failed in it is in step with the others again."""
 

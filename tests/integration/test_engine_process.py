@@ -349,7 +349,7 @@ async def test_a_process_that_sends_garbage_is_ended() -> None:
 
 
 async def test_garbage_from_the_worker_ends_the_process(engine: EngineClient) -> None:
-    engine._link._transport.write(b"\xff" * 8)  # type: ignore[union-attr]
+    engine._ranks[0]._link._transport.write(b"\xff" * 8)  # type: ignore[union-attr]
     died = await asyncio.wait_for(asyncio.shield(engine.exited), DEADLINE_S)
     assert "exited with code 1" in str(died) and "garbage" in died.fields["stderr"]
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from baton_engine._collectives import PIECE_BYTES
 from baton_engine.errors import SpecInvalid
-from baton_engine.shared_group import SharedGroup, make_memory
+from baton_engine.group_memory import make_memory
+from baton_engine.shared_group import SharedGroup
 from baton_memory import SharedMemory
 from baton_model.errors import GroupBroken, InvalidBatch
 from rank_threads import on_ranks
@@ -173,7 +174,7 @@ from baton_engine.shared_group import SharedGroup
 from baton_memory import SharedMemory
 import os
 fd = int(sys.argv[1])
-group = SharedGroup(SharedMemory.open(fd, os.fstat(fd).st_size), 1, 2)
+group = SharedGroup(SharedMemory.open(fd, os.fstat(fd).st_size), 1, 2, patience_s=20)
 group.meet()
 print(float(group.all_reduce(torch.ones(3)).sum()), flush=True)
 sys.stdin.read()
@@ -190,7 +191,7 @@ def test_a_process_that_is_killed_ends_the_call_that_waits_for_it() -> None:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         try:
-            group = SharedGroup(SharedMemory.open(os.dup(memory.fd), memory.length), 0, 2)
+            group = SharedGroup(SharedMemory.open(os.dup(memory.fd), memory.length), 0, 2, patience_s=20)
             group.meet()
             assert torch.equal(group.all_reduce(torch.ones(3)), torch.full((3,), 2.0))
             assert other.stdout is not None and other.stdout.readline() == b"6.0\n"
