@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,26 @@ class SafetensorsWeights(WeightSource):
 
     def read(self, name: str, slices: Sequence[range] = ()) -> torch.Tensor:
         """See `WeightSource.read`."""
-        holder = self._holder(name)
-        tensor: torch.Tensor
-        if slices:
-            tensor = holder.get_slice(name)[tuple(slice(part.start, part.stop) for part in slices)]
-        else:
-            tensor = holder.get_tensor(name)
+        tensor = self.stored(name, slices)
         if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise UnsupportedTensorType(name, str(tensor.dtype).removeprefix("torch."), self.path)
+        return tensor
+
+    def names(self) -> Collection[str]:
+        """Of all tensors in the files."""
+        return self._files.keys()
+
+    def stored_type(self, name: str) -> str:
+        """As safetensors writes it, "BF16" for example. Raises `MissingTensor`."""
+        return str(self._holder(name).get_slice(name).get_dtype())
+
+    def stored(self, name: str, slices: Sequence[range] = ()) -> torch.Tensor:
+        """As `read`, but of whatever type the tensor has in the file. Raises `MissingTensor`."""
+        holder = self._holder(name)
+        if slices:
+            part: torch.Tensor = holder.get_slice(name)[tuple(slice(part.start, part.stop) for part in slices)]
+            return part
+        tensor: torch.Tensor = holder.get_tensor(name)
         return tensor
 
     def _holder(self, name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from . import hugging_face
+from . import block_fp8, hugging_face
 from .config import ModelConfig
 from .errors import CheckpointNotFound, InvalidConfig
 from .families import registry
@@ -61,7 +61,7 @@ def load_model(
     source: WeightSource
     if path.is_dir():
         family, config = _open_directory(path)
-        source = hugging_face.SafetensorsWeights(path)
+        source = block_fp8.open_weights(path)
     else:
         family, config, file = _open_gguf(path)
         source = GgufWeights(

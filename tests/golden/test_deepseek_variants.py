@@ -10,6 +10,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 
 from baton_model.loaders import load_model
 from baton_model.parallel import SOLO, RankGroup
+from block_fp8 import to_block_fp8
 from paged_runner import PagedRunner
 from rank_threads import on_ranks
 
@@ -139,6 +140,20 @@ def test_every_rank_has_the_logits_of_the_whole_model(tmp_path, generation, head
     found = on_ranks(ranks, lambda group: run(tmp_path, ids, group))
     assert all(torch.equal(found[0], other) for other in found[1:])
     assert (found[0] - whole).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize("generation", ["V2", "V3"])
+def test_block_fp8(tmp_path, generation):
+    """Blocks that neither the sizes nor the shares of three ranks are multiples of; transformers has the same weights
+    in float32."""
+    model = write_checkpoint(tmp_path / "fp8", generation, n_group=2, topk_group=1)
+    to_block_fp8(tmp_path / "fp8", tmp_path / "exact", (20, 12))
+    ids = tokens(70)
+    expected = expected_logits(type(model).from_pretrained(tmp_path / "exact"), ids)
+    assert (expected - expected_logits(model, ids)).abs().max() > 10 * TOLERANCE
+    assert (run(tmp_path / "fp8", ids) - expected).abs().max().item() < TOLERANCE
+    for found in on_ranks(3, lambda group: run(tmp_path / "fp8", ids, group)):
+        assert (found - expected).abs().max().item() < TOLERANCE
 
 
 def test_bfloat16_errs_no_more_than_transformers_does(tmp_path):
