@@ -193,10 +193,12 @@ class SmallModel(SmallCheckpoint):
         architecture: str | None = None,
         extra: dict[str, np.ndarray] | None = None,
         vocabulary: list[str] | None = None,
+        parts: int = 1,
         **metadata: float | str,
     ) -> Path:
         """Writes GGUF as llama.cpp's converter does; matrices are stored as `kind`. `metadata`: more keys of the
-        architecture, with __ for a dot; `extra`: more tensors; `architecture`: what the file claims to be."""
+        architecture, with __ for a dot; `extra`: more tensors; `architecture` and `parts`: what the file claims to be,
+        and to be one of."""
         architecture = architecture or gguf.MODEL_ARCH_NAMES[self._GGUF[self.family]]
         writer = gguf.GGUFWriter(path, architecture)
         writer.add_block_count(self.layers)
@@ -219,6 +221,8 @@ class SmallModel(SmallCheckpoint):
             writer.add_token_list(vocabulary)
             writer.add_token_types([1] * len(vocabulary))
             writer.add_token_scores([0.5 * i for i in range(len(vocabulary))])
+        if parts > 1:
+            writer.add_uint16("split.count", parts)
         for key, value in metadata.items():
             add = writer.add_string if isinstance(value, str) else writer.add_float32
             if isinstance(value, int):

@@ -43,9 +43,10 @@ class SafetensorsWeights(WeightSource):
     def __init__(self, directory: Path) -> None:
         self.path = directory
         files = tensor_files(directory)
-        self._open: dict[Path, Any] = {}
+        # Each file with the names in it: to ask a file for its names costs as much as it has tensors.
+        self._open: dict[Path, tuple[Any, frozenset[str]]] = {}
         if isinstance(files, Path):
-            files = dict.fromkeys(self._file(files).keys(), files)
+            files = dict.fromkeys(self._file(files)[1], files)
         self._files = files
 
     def __len__(self) -> int:
@@ -86,15 +87,16 @@ class SafetensorsWeights(WeightSource):
         path = self._files.get(name)
         if path is None:
             raise MissingTensor(name, self.path)
-        file = self._file(path)
-        if name not in file.keys():  # noqa: SIM118 (a safetensors file is not a mapping)
+        file, names = self._file(path)
+        if name not in names:
             raise MissingTensor(name, path)
         return file
 
-    def _file(self, path: Path) -> Any:
+    def _file(self, path: Path) -> tuple[Any, frozenset[str]]:
         if path not in self._open:
             try:
-                self._open[path] = safe_open(path, framework="pt")
+                file = safe_open(path, framework="pt")
+                self._open[path] = file, frozenset(file.keys())
             except FileNotFoundError as error:
                 raise CheckpointNotFound(f"{path}: this shard of the checkpoint is missing", path=path) from error
             except SafetensorError as error:

@@ -11,6 +11,7 @@ import torch
 from baton_model.loaders import load_model
 from baton_model.model import Model
 from paged_runner import PagedRunner
+from rank_threads import on_ranks
 from reference_model import ReferenceModel, default_model_path, reference_model
 
 TOLERANCE = 1e-3
@@ -119,6 +120,20 @@ def test_recycled_pages_leave_no_trace(model):
     runner.run("stranger", prompt(63), [])
     runner.free("stranger")
     assert torch.equal(runner.run("second", tokens, []), first)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sharded(reference, ranks):
+    """3 KV heads on 2 ranks, too; each rank dequantises its rows and columns only."""
+    tokens = prompt(60)
+
+    def logits(group):
+        runner = PagedRunner(load_model(default_model_path(), "float32", group=group), pages=10)
+        return runner.run("only", tokens, [33, 15, *[1] * 12])
+
+    rows = on_ranks(ranks, logits)
+    assert all(torch.equal(rows[0], other) for other in rows[1:])
+    assert_close(rows[0], reference.logits(tokens))
 
 
 def test_bfloat16_is_close_to_float32(reference):

@@ -207,6 +207,70 @@ def test_a_bad_setting_is_named(tmp_path, settings, complaint):
         load_config(SmallModel().write_hugging_face(tmp_path, **settings))
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "complaint"),
+    [
+        ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "through 7 experts, of which there are 6"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_window"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 2}, "slid"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 127}, "sliding_window"),
+    ],
+)
+def test_a_bad_setting_of_a_family_is_named(tmp_path, family, settings, complaint):
+    with pytest.raises(InvalidConfig, match=complaint):
+        load_config(SmallModel(family=family).write_hugging_face(tmp_path, **settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_sliding_window": False, "sliding_window": 64},
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention"] * 2},
+        {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 0},
+    ],
+)
+def test_a_window_that_changes_nothing_is_let_pass(tmp_path, settings):
+    assert load_config(SmallModel(family="qwen3").write_hugging_face(tmp_path, **settings)).layers == 2
+
+
+def test_gguf_that_this_reader_would_read_wrongly_is_refused(tmp_path):
+    small = SmallModel(family="qwen3")
+    with pytest.raises(InvalidConfig, match="sliding_window"):
+        load_config(small.write_gguf(tmp_path / "window.gguf", attention__sliding_window=64))
+    small.write_gguf(tmp_path / "part.gguf", parts=2)
+    with pytest.raises(InvalidConfig, match=r"split\.count.*merged"):
+        load_config(tmp_path / "part.gguf")
+
+
+def test_the_experts_of_gguf_are_one_tensor(tmp_path):
+    small = SmallModel(family="qwen3_moe", layers=1)
+    file = GgufFile(small.write_gguf(tmp_path / "small.gguf"))
+    assert file.shape("blk.0.ffn_up_exps.weight") == (6, 32, 32)
+    source = GgufWeights(file, layers=1, heads=4, kv_heads=2, interleaved_rotary=False)
+    assert len(source) == len(small.state)
+    assert "model.layers.0.mlp.experts.5.up_proj.weight" in source
+    with pytest.raises(MissingTensor, match=r"experts\.6\.up_proj"):
+        source.shape("model.layers.0.mlp.experts.6.up_proj.weight")
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    small = SmallModel(family="qwen3_moe")
+    del small.state["model.layers.1.mlp.experts.4.down_proj.weight"]
+    with pytest.raises(MissingTensor, match=r"layers\.1\.mlp\.experts\.4\.down_proj"):
+        load_model(small.write_hugging_face(tmp_path / "hf"), "float32")
+
+
+def test_a_truncated_shard_is_named(tmp_path):
+    directory = SmallModel().write_hugging_face(tmp_path, shards=2)
+    whole = (directory / "part-1.safetensors").read_bytes()
+    for length in (0, 7, 100, len(whole) - 1):
+        (directory / "part-1.safetensors").write_bytes(whole[:length])
+        with pytest.raises(CheckpointUnreadable, match=r"part-1\.safetensors"):
+            load_model(directory, "float32")
+
+
 def test_what_is_no_checkpoint(tmp_path):
     small = SmallModel()
     with pytest.raises(CheckpointNotFound):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -21,52 +19,14 @@ from baton_model.platform import cpu_platform
 from baton_model.settings import Settings
 from baton_model.weights import WeightReader, WeightSource
 from gguf_blocks import random_blocks, values
+from memory_weights import AbsentRank, MemoryWeights
 from small_models import SmallModel
 
 Kind = gguf.GGMLQuantizationType
 
 
-class Absent(RankGroup):
-    """A rank whose others are not there: enough to load a model."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("loading asks nothing of other ranks")
-
-    all_gather = all_reduce
-
-
-class Counted(WeightSource):
-    """A checkpoint in memory that counts how often each element is read."""
-
-    def __init__(self, state: dict[str, np.ndarray]) -> None:
-        self.path = Path("memory")
-        self._state = state
-        self.counts: dict[str, np.ndarray] = {name: np.zeros(tensor.shape, int) for name, tensor in state.items()}
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._state
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._state[name].shape
-
-    def read(self, name: str, slices: Sequence[range] = ()) -> torch.Tensor:
-        index = tuple(slice(part.start, part.stop) for part in slices)
-        self.counts[name][index] += 1
-        return torch.from_numpy(self._state[name][index])
-
-    @property
-    def elements(self) -> int:
-        return sum(int(count.sum()) for count in self.counts.values())
-
-
-def load(small: SmallModel, group: RankGroup) -> tuple[Counted, list[float]]:
-    source, progress = Counted(small.state), [0.0]
+def load(small: SmallModel, group: RankGroup) -> tuple[MemoryWeights, list[float]]:
+    source, progress = MemoryWeights(small.state), [0.0]
     config = small.config()
     family = registry.for_hugging_face(config["architectures"][0], source.path)
     platform = cpu_platform()
@@ -102,7 +62,7 @@ def sharded(draw) -> tuple[SmallModel, int]:
 @settings(max_examples=60, deadline=None)
 def test_together_the_ranks_read_every_element_and_what_is_split_once(case):
     small, ranks = case
-    sources, progress = zip(*(load(small, Absent(rank, ranks)) for rank in range(ranks)), strict=True)
+    sources, progress = zip(*(load(small, AbsentRank(rank, ranks)) for rank in range(ranks)), strict=True)
     copies = max(1, ranks // small.kv_heads)
     kinds = defaultdict(set)
     for name in small.state:
@@ -144,7 +104,7 @@ def test_no_rank_reads_more_than_its_share_rounded_up(case):
         elif ".experts." not in name:
             bound += tensor.size
     for rank in range(ranks):
-        assert load(small, Absent(rank, ranks))[0].elements <= bound
+        assert load(small, AbsentRank(rank, ranks))[0].elements <= bound
 
 
 def parts_of(draw, shape: tuple[int, ...]) -> list[range]:
