@@ -95,7 +95,7 @@ class SafetensorsWeights(WeightSource):
     def _file(self, path: Path) -> tuple[Any, frozenset[str]]:
         if path not in self._open:
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
                 self._open[path] = file, frozenset(file.keys())
             except FileNotFoundError as error:
                 raise CheckpointNotFound(f"{path}: this shard of the checkpoint is missing", path=path) from error
