@@ -273,3 +273,26 @@ class BatchMLAPagedAttentionWrapper:
 
 
 mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper, MLAPlanMetadata=MLAPlanMetadata)
+
+
+def softmax(logits: torch.Tensor, temperature: torch.Tensor | None = None) -> torch.Tensor:
+    assert logits.dtype == torch.float32
+    assert temperature is not None
+    assert temperature.shape == logits.shape[:1]
+    return (logits / temperature[:, None]).softmax(-1)
+
+
+def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    assert top_k.dtype == torch.int32
+    least = probs.sort(-1, descending=True).values.gather(1, top_k.long()[:, None] - 1)
+    kept = probs.where(probs >= least, 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_p_renorm_probs(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    assert top_p.dtype == torch.float32
+    ordered = probs.sort(-1, descending=True).values
+    # The likeliest tokens whose mass reaches top_p, the one that makes it reach included.
+    count = (ordered.cumsum(-1) < top_p[:, None]).sum(-1, keepdim=True).clamp(max=probs.shape[-1] - 1)
+    kept = probs.where(probs >= ordered.gather(1, count), 0.0)
+    return kept / kept.sum(-1, keepdim=True)

@@ -1,0 +1,70 @@
+"""Ranks that combine through torch.distributed, over gloo in the place of NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from baton_engine.distributed_group import make_rendezvous
+
+RANKS = 3
+RANK = """
+import json, sys
+import torch
+from baton_engine.distributed_group import DistributedGroup
+from baton_model.errors import GroupBroken
+
+fd, rank, ranks = map(int, sys.argv[1:])
+group = DistributedGroup(fd, rank, ranks, device=torch.device("cpu"), patience_s=20, backend="gloo")
+group.meet()
+group.begin(0)
+rows = torch.arange(6.0).view(2, 3) * (rank + 1)
+summed = group.all_reduce(rows.t()[:, :2])
+gathered = group.all_gather(torch.full((2, rank + 1), float(rank)))
+if rank == 0:
+    group.abort()
+    try:
+        group.begin(1)
+    except GroupBroken as error:
+        broken = error.reason
+print(json.dumps([summed.tolist(), gathered.tolist(), broken if rank == 0 else None]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[list]:
+    fd = make_rendezvous()
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(fd), str(rank), str(RANKS)],
+            pass_fds=[fd],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    os.close(fd)
+    try:
+        return [json.loads(child.communicate(timeout=100)[0]) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def test_a_sum_is_the_same_on_every_rank(answers):
+    expected = [[0.0, 18.0], [6.0, 24.0], [12.0, 30.0]]
+    assert [summed for summed, _, _ in answers] == [expected] * RANKS
+
+
+def test_parts_of_unequal_width_are_put_side_by_side(answers):
+    assert [gathered for _, gathered, _ in answers] == [[[0.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2] * RANKS
+
+
+def test_a_rank_that_gave_a_step_up_begins_no_other(answers):
+    assert answers[0][2] == "MODEL_GROUP_BROKEN"
