@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,12 +41,14 @@ def load_model(
     platform: Platform | None = None,
     progress: Callable[[float], None] | None = None,
     group: RankGroup = SOLO,
+    mtp: bool = False,
 ) -> Model:
     """Loads a model with its weights in `dtype`, of them what rank `group.rank` needs. `progress` is told the share of
-    the weights that are loaded. `platform`: by default the CPU.
+    the weights that are loaded. `platform`: by default the CPU. `mtp`: with its modules for multi-token prediction,
+    each of which is a layer more, in the cache too.
 
     Raises what `load_config` raises, and `MissingTensor`, `WrongShape`, `UnsupportedTensorType`; `ShardingImpossible`
-    and `InvalidConfig` where the heads can't be split over the ranks.
+    and `InvalidConfig` where the heads can't be split over the ranks, or there are no modules for `mtp`.
     """
     if dtype not in DTYPES:
         raise InvalidConfig(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", dtype=dtype)
@@ -71,6 +74,10 @@ def load_model(
             kv_heads=config.kv_heads,
             interleaved_rotary=family.gguf_interleaved_rotary,
         )
+    if mtp and not config.mtp_layers:
+        raise InvalidConfig(f"{path}: this model declares no modules for multi-token prediction", path=path)
+    if not mtp:
+        config = replace(config, mtp_layers=0)
     weights = WeightReader(source, DTYPES[dtype], platform, progress, group)
     return family.build(config, weights, platform.attention)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,30 @@ from .errors import InvalidBatch
 from .parallel import RankGroup
 
 C = TypeVar("C", bound=PagedCache)
+
+
+class DraftModule(ABC):
+    """Predicts one token further than what it is fed (multi-token prediction: DeepSeek-AI, 2024, DeepSeek-V3, section
+    2.2). Module k (from 1) of a model takes for token i the hidden state that module k - 1, or for k = 1 the model
+    itself, returned for it, and token i + k; from what it returns `Model.logits` makes those of token i + k + 1.
+
+    Its entries lie in layer `layers + k - 1` of the model's own cache, in the same pages and at the same place as the
+    entries of token i: they are reserved, transferred and freed with those of the model.
+    """
+
+    @abstractmethod
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: PagedCache,
+        hidden: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """`batch`: tokens that the model's own `forward` has had, all earlier ones of their sequences having been here
+        before; `hidden`: `[N, hidden_size]`; `next_token_ids`: int64 `[N]`, for each the token k places after it.
+
+        Returns normalised hidden states `[N, hidden_size]`. Raises `InvalidBatch` before anything is written."""
 
 
 class Model(ABC):
@@ -30,6 +54,7 @@ class Model(ABC):
     rank_kv_heads: int
     dtype: torch.dtype
     device: torch.device
+    mtp: Sequence[DraftModule] = ()
 
     @property
     def cache_shape(self) -> CacheShape:

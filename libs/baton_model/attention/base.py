@@ -8,7 +8,6 @@ import torch
 
 from ..batch import ForwardBatch
 from ..cache import KvCache, LatentCache
-from ..errors import InvalidBatch
 from ..layers.latent import LatentHeads
 
 
@@ -55,7 +54,6 @@ class AttentionBackend(ABC):
         """All work that depends on the batch but not on the layer. The batch has been validated; its page tables may
         not change while the step is in use. Raises `InvalidBatch` where pages are missing or out of range."""
 
+    @abstractmethod
     def plan_latent(self, batch: ForwardBatch, cache: LatentCache) -> LatentAttentionStep:
-        """As `plan`, for models with a latent cache. Raises `InvalidBatch` too where the backend has no attention over
-        such."""
-        raise InvalidBatch(f"{type(self).__name__} has no attention over latent caches")
+        """As `plan`, for models with a latent cache."""

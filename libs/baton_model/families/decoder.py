@@ -115,7 +115,7 @@ class LayerStack(Model, Generic[Step]):
         rotation = self.rotary(batch.positions)
         x = self.embedding(batch.token_ids)
         for number, layer in enumerate(self.layers):
-            stored = _nothing if on_layer is None else partial(on_layer, number)
+            stored = nothing if on_layer is None else partial(on_layer, number)
             x = layer(x, rotation, attend, self.group.all_reduce, stored)
         return self.norm(x)
 
@@ -157,7 +157,7 @@ class LatentDecoder(LayerStack[LatentAttentionStep]):
         return self.backend.plan_latent(batch, self.check(batch, cache, LatentCache))
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """What is done with a layer that nobody waits for."""
 
 

@@ -40,8 +40,8 @@ def v3_from_hugging_face(settings: Settings) -> ModelConfig:
     _require(settings, "scoring_func", "sigmoid")
     interleaved = settings.get("rope_interleave", bool, True)
     config = _common(settings, "deepseek_v3", context_length=4096, interleaved=interleaved)
-    experts = _experts(settings, config, count=256, active=8, size=2048, shared=1, dense=3)
     config = replace(config, mtp_layers=settings.get("num_nextn_predict_layers", int, 0))
+    experts = _experts(settings, config, count=256, active=8, size=2048, shared=1, dense=3)
     if experts is None:
         return config
     groups, active_groups = _groups(settings, experts, 8, 4)
@@ -103,7 +103,7 @@ def _experts(
         active=settings.positive("num_experts_per_tok", active),
         intermediate_size=inner,
         normalised=False,
-        layers=frozenset(layer for layer in range(first, config.layers) if layer % step == 0),
+        layers=frozenset(layer for layer in range(first, config.layers + config.mtp_layers) if layer % step == 0),
         shared_size=inner * (settings.optional("n_shared_experts", shared) or 0),
     )
     if experts.active > experts.count:
