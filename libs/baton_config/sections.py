@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 Dtype = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "int8"]
 Transport = Literal["auto", "tcp", "local", "shm", "verbs", "efa"]
 LocalPrefill = Literal["never", "fallback", "always"]
 
@@ -81,6 +82,11 @@ class ModelSettings(Section):
     )
     served_name: str | None = Field(default=None, description="Name that clients see; by default taken from model.name")
     dtype: Dtype = Field(default="float32", description="Element type of weights and KV cache")
+    quantization: Quantization = Field(
+        default="none",
+        description="int8: the weights of linears take eight bits, and their products are of integers; activations and "
+        "KV cache are of dtype all the same",
+    )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Longest prompt plus answer, in tokens; by default the model's own context"
     )

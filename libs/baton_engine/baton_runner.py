@@ -22,7 +22,7 @@ def load_model(spec: EngineSpec, progress: Progress, group: RankGroup = SOLO) ->
     """Loads what `group.rank` needs of the checkpoint at `spec.model_path`. Raises baton_model's typed errors,
     OSError."""
     path = Path(spec.model_path)
-    model = load_weights(path, spec.dtype, group=group)
+    model = load_weights(path, spec.dtype, group=group, quantization=spec.quantization)
     progress("fingerprint", 1.0)
     return BatonRunner(model, path.name.removesuffix(".gguf"), fingerprint(path))
 

@@ -14,6 +14,7 @@ import msgspec
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
 KvOrder: TypeAlias = Literal["HND", "NHD"]
+Quantization: TypeAlias = Literal["none", "int8"]
 Order: TypeAlias = Literal["HND", "NHD", "MLA"]
 
 ELEMENT_SIZES: dict[str, int] = {"float32": 4, "bfloat16": 2}
@@ -24,6 +25,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_bytes`: budget of the KV cache in bytes, rounded down to whole pages over all layers.
     `order`: how keys and values lie in a page; a model with a latent cache has its own, MLA, whatever is said here.
+    `quantization` "int8": the weights of linears take eight bits; activations and cache are of `dtype` all the same.
     `cpus`: CPUs to pin the process to; empty leaves the affinity alone. `own_cpus`: no other rank runs on them.
     `role` names the process in its log lines.
     `patience_s`: a rank that comes to a sum this much later than another is stuck; all begin a step within milliseconds
@@ -34,6 +36,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: str
     dtype: Dtype = "float32"
+    quantization: Quantization = "none"
     page_size: int = 16
     kv_bytes: int | None = None
     pages: int | None = None

@@ -15,6 +15,7 @@ from .errors import CheckpointNotFound, InvalidConfig
 from .families import registry
 from .families.base import Family
 from .gguf_file import GgufFile, GgufWeights
+from .layers.linear import Quantization
 from .model import Model
 from .parallel import SOLO, RankGroup
 from .platform import Platform, cpu_platform
@@ -42,10 +43,12 @@ def load_model(
     progress: Callable[[float], None] | None = None,
     group: RankGroup = SOLO,
     mtp: bool = False,
+    quantization: Quantization = "none",
 ) -> Model:
     """Loads a model with its weights in `dtype`, of them what rank `group.rank` needs. `progress` is told the share of
     the weights that are loaded. `platform`: by default the CPU. `mtp`: with its modules for multi-token prediction,
-    each of which is a layer more, in the cache too.
+    each of which is a layer more, in the cache too. `quantization` "int8": the weights of linears take eight bits (see
+    `Int8Linear`).
 
     Raises what `load_config` raises, and `MissingTensor`, `WrongShape`, `UnsupportedTensorType`; `ShardingImpossible`
     and `InvalidConfig` where the heads can't be split over the ranks, or there are no modules for `mtp`.
@@ -58,6 +61,13 @@ def load_model(
         raise InvalidConfig(
             f"dtype is {dtype!r}; on {platform.device.type!r} models compute in {possible}",
             dtype=dtype,
+            device=platform.device.type,
+        )
+    if quantization not in platform.quantizations:
+        raise InvalidConfig(
+            f"quantization is {quantization!r}; on {platform.device.type!r} it must be one of "
+            f"{', '.join(platform.quantizations)}",
+            quantization=quantization,
             device=platform.device.type,
         )
     path = Path(path)
@@ -78,7 +88,7 @@ def load_model(
         raise InvalidConfig(f"{path}: this model declares no modules for multi-token prediction", path=path)
     if not mtp:
         config = replace(config, mtp_layers=0)
-    weights = WeightReader(source, DTYPES[dtype], platform, progress, group)
+    weights = WeightReader(source, DTYPES[dtype], platform, progress, group, quantization)
     return family.build(config, weights, platform.attention)
 
 

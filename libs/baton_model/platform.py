@@ -11,6 +11,7 @@ import torch
 from .attention.base import AttentionBackend
 from .attention.cpu import CpuAttention
 from .errors import DeviceUnavailable
+from .layers.linear import Quantization
 from .layers.operators import Operators, TorchOperators
 
 DeviceName = Literal["cpu", "cuda"]
@@ -18,16 +19,19 @@ DeviceName = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Platform:
-    """`dtypes`: those that it computes in."""
+    """`dtypes`: those that it computes in. `quantizations`: how weights may be kept."""
 
     device: torch.device
     attention: AttentionBackend
     operators: Operators
     dtypes: tuple[torch.dtype, ...]
+    quantizations: tuple[Quantization, ...] = ("none",)
 
 
 def cpu_platform() -> Platform:
-    return Platform(torch.device("cpu"), CpuAttention(), TorchOperators(), (torch.float32, torch.bfloat16))
+    return Platform(
+        torch.device("cpu"), CpuAttention(), TorchOperators(), (torch.float32, torch.bfloat16), ("none", "int8")
+    )
 
 
 def cuda_platform(ordinal: int = 0) -> Platform:

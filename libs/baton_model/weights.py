@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from .errors import WrongShape
-from .layers.linear import Linear
+from .layers.linear import Linear, Quantization, make_linear
 from .layers.norm import RmsNorm
 from .layers.vocabulary import Embedding, Head
 from .parallel import SOLO, RankGroup
@@ -52,6 +52,9 @@ class WeightReader:
     column-parallel linear has some of the outputs; a row-parallel one takes some of the inputs and returns one part of
     a sum, which the caller takes with `group.all_reduce`.
 
+    With `quantization` the weights of linears are quantised as they are read; all other parameters, and what goes in
+    and out of a linear, are of `dtype`.
+
     `progress` is told the share of the checkpoint's tensors that have been read, in (0, 1], after each.
     """
 
@@ -62,12 +65,14 @@ class WeightReader:
         platform: Platform,
         progress: Callable[[float], None] | None = None,
         group: RankGroup = SOLO,
+        quantization: Quantization = "none",
     ) -> None:
         self.source = source
         self.dtype = dtype
         self.device = platform.device
         self.operators = platform.operators
         self.group = group
+        self.quantization = quantization
         self._progress = progress
         self._done = 0
 
@@ -127,7 +132,7 @@ class WeightReader:
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """The one place where a linear is made of its parameters."""
-        return Linear(weight, bias)
+        return make_linear(weight, bias, self.quantization)
 
     def _linear(
         self,
@@ -150,6 +155,9 @@ class WeightReader:
         return self.make_linear(weight, biases)
 
     def _matrix(self, rows: int, columns: int) -> torch.Tensor:
+        if self.quantization != "none":
+            # Rounded once, from what the checkpoint says.
+            return torch.empty((rows, columns), dtype=torch.float32, device=self.device)
         if self.dtype == torch.float32 and self.device.type == "cpu":
             # Column by column: a product with one row then takes 17 instead of 25 ms for all linears of SmolLM2-135M,
             # with two rows 28 instead of 38, with more the same (one core of an EPYC with AVX-512, MKL). In bfloat16,

@@ -150,6 +150,7 @@ class Worker:
         spec = EngineSpec(
             model_path=self._model_path,
             dtype=model.dtype,
+            quantization=model.quantization,
             page_size=section.page_size,
             kv_bytes=int(section.kv_bytes),
             threads=section.threads or len(section.cpus) or len(os.sched_getaffinity(0)),

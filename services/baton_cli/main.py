@@ -29,6 +29,7 @@ Config = Annotated[Path | None, typer.Option("--config", help="TOML file [defaul
 Set = Annotated[list[str] | None, typer.Option("--set", "-o", help="section.option=value; see `baton config --docs`")]
 Model = Annotated[str | None, typer.Option(help="smollm2, a GGUF file, or a Hugging Face directory")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16")]
+Quantization = Annotated[str | None, typer.Option(help="none or int8 (weights)")]
 Transport = Annotated[str | None, typer.Option(help="auto, tcp, local, shm, verbs or efa")]
 Http = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="OpenAI HTTP API")]
 Grpc = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="gRPC API")]
@@ -61,6 +62,7 @@ def up(
     ] = None,
     model: Model = None,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     transport: Transport = None,
     http: Http = None,
     grpc: Grpc = None,
@@ -85,7 +87,7 @@ def up(
                 "colocated": colocated,
                 "run_directory": run_directory,
             },
-            "model": {"name": model, "dtype": dtype},
+            "model": {"name": model, "dtype": dtype, "quantization": quantization},
             "agent": {"transport": transport},
             "gateway": {"http": http, "grpc": grpc},
         },
@@ -164,12 +166,15 @@ def prefill_worker(
     agent: AgentSocket = None,
     model: Model = None,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     config: Config = None,
     assignments: Set = None,
     parent: Parent = None,
 ) -> None:
     """A prefill worker alone; its transfer agent must run on the same node."""
-    flags = _worker_flags("prefill", listen=listen, registry=registry, agent=agent, model=model, dtype=dtype)
+    flags = _worker_flags(
+        "prefill", listen=listen, registry=registry, agent=agent, model=model, dtype=dtype, quantization=quantization
+    )
     run_service("prefill-worker", _settings(config, assignments, flags), parent)
 
 
@@ -181,12 +186,15 @@ def decode_worker(
     agent: AgentSocket = None,
     model: Model = None,
     dtype: Dtype = None,
+    quantization: Quantization = None,
     config: Config = None,
     assignments: Set = None,
     parent: Parent = None,
 ) -> None:
     """A decode worker alone; its transfer agent must run on the same node."""
-    flags = _worker_flags("decode", listen=listen, registry=registry, agent=agent, model=model, dtype=dtype)
+    flags = _worker_flags(
+        "decode", listen=listen, registry=registry, agent=agent, model=model, dtype=dtype, quantization=quantization
+    )
     run_service("decode-worker", _settings(config, assignments, flags), parent)
 
 
@@ -242,7 +250,7 @@ def _worker_flags(section: str, **options: str | None) -> dict[str, dict[str, An
         section: {"listen": options["listen"]},
         "cluster": {"registry": options["registry"]},
         "agent": {"socket": options["agent"]},
-        "model": {"name": options["model"], "dtype": options["dtype"]},
+        "model": {"name": options["model"], "dtype": options["dtype"], "quantization": options["quantization"]},
     }
 
 

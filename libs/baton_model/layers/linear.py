@@ -1,19 +1,96 @@
-"""Linear maps."""
+"""Linear maps, in floating point or with weights of eight bits."""
 
 from __future__ import annotations
 
+import functools
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+Quantization = Literal["none", "int8"]
+
+# Activations are shifted by this to be unsigned: oneDNN multiplies u8 by s8 with VNNI, and s8 by s8 in a reference loop
+# that takes ten thousand times as long (torch 2.13, AVX-512).
+_SHIFT = 128
+
+# Inputs that a rotation mixes at most. The more, the flatter a token becomes: the perplexity of SmolLM2-135M rises by
+# 4.7 % without a rotation, by 1.0 with 64 and by 0.6 with 512 inputs of the 1,536 of its down projections.
+_ROTATED = 512
+
+
+class Linear(ABC):
+    """`x @ weight.T + bias`: `[..., in_features]` to `[..., out_features]` in x's dtype."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """`x @ weight.T + bias`: weight `[out_features, in_features]`, bias `[out_features]` or None."""
+class FloatLinear(Linear):
+    """weight `[out_features, in_features]`, bias `[out_features]` or None, both in x's dtype."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class Int8Linear(Linear):
+    """Weights and activations in eight bits, sums in 32 (LLM.int8(), Dettmers et al., 2022, without its outliers).
+
+    A weight row is `scale * q` with q in [-127, 127], symmetric, the scale chosen so that the row's largest weight is
+    127. Each token is quantised likewise when it comes: its largest activation is 127. A few of a token's activations
+    are often twenty times the others, which would be left with three or four bits; so both factors are rotated first by
+    the same Hadamard matrix, block by block, which changes no product and spreads what is large (QuaRot, Ashkboos et
+    al., 2024). The float weight is not kept.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """`weight` `[out_features, in_features]`, bias `[out_features]` or None."""
+        inputs = weight.shape[1]
+        self._rotation = hadamard(math.gcd(inputs, _ROTATED))
+        weight = self._rotate(weight.to(torch.float32))
+        largest = weight.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny)
+        quantized = (weight * (127 / largest)[:, None]).round_().to(torch.int8)
+        self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)
+        self._scales = largest / 127
+        self._zero_points = torch.zeros(len(weight), dtype=torch.int64)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self._rotate(x.reshape(-1, x.shape[-1]))
+        largest = rows.abs().amax(dim=1, keepdim=True).to(torch.float32).clamp_(min=torch.finfo(torch.float32).tiny)
+        tokens = (rows * (127 / largest)).add_(_SHIFT).round_().to(torch.uint8)
+        product: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            tokens, 1.0, _SHIFT, self._weight, self._scales, self._zero_points, None, 1.0, 0, x.dtype, "none", [], ""
+        )
+        product = product.mul_((largest / 127).to(x.dtype))
+        if self._bias is not None:
+            product += self._bias
+        return product.view(*x.shape[:-1], -1)
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, in_features]`, each block of in_features by the rotation."""
+        return (x.reshape(-1, len(self._rotation)) @ self._rotation.to(x.dtype)).view(x.shape)
+
+
+@functools.cache
+def hadamard(size: int) -> torch.Tensor:
+    """Sylvester's Hadamard matrix, orthonormal and symmetric: float32 `[size, size]`, size a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) * 0.5**0.5
+    return matrix
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization) -> Linear:
+    """A linear of these parameters, `[out_features, in_features]` and `[out_features]` or None."""
+    # A rank may have no share of a small linear; there is nothing to quantise then, and nothing that could be scaled.
+    if quantization == "none" or not weight.numel():
+        return FloatLinear(weight, bias)
+    return Int8Linear(weight, bias)
