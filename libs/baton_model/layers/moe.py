@@ -66,7 +66,7 @@ class Experts:
         for expert, count in zip(self.experts, counts[self.held.start : self.held.stop], strict=True):
             if count:
                 rows = tokens[start : start + count]
-                result.index_add_(0, rows, expert(x[rows]).mul_(factors[start : start + count]))
+                result.index_add_(0, rows, expert(x.index_select(0, rows)).mul_(factors[start : start + count]))
                 start += count
         return result
 
