@@ -5,10 +5,11 @@ BIN := .venv/bin
 ARGS ?=
 PROMPT ?=
 
-.PHONY: help demo serve test test-rdma gpu-check lint format setup setup-dev clean distclean
+.PHONY: help demo serve test test-rdma sanitize sanitize-soak soak fault-schedules gpu-check lint format setup setup-dev clean \
+	distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo; echo "  ARGS='...' is passed on to baton up or pytest, PROMPT='...' to the demo."
 
 demo: setup ## start a cluster, answer a prompt, show where the time went
@@ -26,6 +27,18 @@ gpu-check: setup-dev ## on a machine with a GPU: what of Baton needs one
 
 test-rdma: setup-dev ## the transport over verbs, on Soft-RoCE in an emulated machine
 	@scripts/rdma/test.sh $(ARGS)
+
+sanitize: setup-dev ## the native core's tests under the address, undefined-behaviour and thread sanitizers
+	@scripts/sanitize.sh address && scripts/sanitize.sh thread
+
+sanitize-soak: setup-dev ## the same for ten minutes, all of it threads at work on the transports
+	@scripts/sanitize.sh address 100 && scripts/sanitize.sh thread 100
+
+soak: setup-dev ## ten minutes of transfers that succeed, are cancelled, cut off and fenced off; what is left afterwards
+	@$(BIN)/python tests/bench/soak.py --minutes 10 $(ARGS)
+
+fault-schedules: setup-dev ## 10,000 random schedules of faults over four agents
+	@$(BIN)/python tests/bench/fault_schedules.py $(ARGS)
 
 lint: setup-dev ## style, types, layers, protos
 	$(BIN)/ruff check libs services tests scripts
