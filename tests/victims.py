@@ -18,10 +18,14 @@ NEW_TOKENS = 8
 Outcome = Answer | grpc.aio.AioRpcError
 
 
-async def ask(cluster: Cluster, prompt_tokens: int, timeout: float = 60.0) -> Outcome:
-    """The answer, or the error that the client sees."""
+async def ask(
+    cluster: Cluster, prompt_tokens: int, timeout: float = 60.0, cache_salt: str | None = None
+) -> Outcome:
+    """The answer, or the error that the client sees. `cache_salt`: as `Cluster.generate` has it."""
     try:
-        return await cluster.generate(make_prompt(prompt_tokens), max_tokens=NEW_TOKENS, timeout=timeout)
+        return await cluster.generate(
+            make_prompt(prompt_tokens), max_tokens=NEW_TOKENS, timeout=timeout, cache_salt=cache_salt
+        )
     except grpc.aio.AioRpcError as error:
         return error
 

@@ -45,7 +45,7 @@ async def test_a_killed_part_costs_nobody_but_itself(cluster: Cluster, part: str
     expected = (await cluster.generate(make_prompt(PROMPT_TOKENS), max_tokens=NEW_TOKENS)).token_ids
     await cluster.at_rest(5)
     decode = cluster.services["decode-0"].pid
-    request = asyncio.create_task(ask(cluster, PROMPT_TOKENS))
+    request = asyncio.create_task(ask(cluster, PROMPT_TOKENS, cache_salt=part))
     victim = await in_transfer(cluster)
     kill = {
         "worker": cluster.services[victim].kill,
@@ -67,6 +67,8 @@ async def test_a_killed_part_costs_nobody_but_itself(cluster: Cluster, part: str
         cluster.services[f"agent-{victim}"].start()
     await cluster.at_rest(30)
     await cluster.ready(3, timeout=60)
+    # Whatever is cached of it by now.
+    check(await ask(cluster, PROMPT_TOKENS, cache_salt=part), expected)
 
     async def serves_again() -> bool:
         answer = await cluster.generate(make_prompt(PROMPT_TOKENS), max_tokens=NEW_TOKENS)
