@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from baton_engine.errors import AttachFailed, EngineDied, EngineError, EngineStartFailed, StepFailedError
-from baton_engine.group_memory import make_memory
+from baton_engine.group_memory import open_group
 from baton_engine.messages import (
     AgentLost,
     Attach,
@@ -81,13 +81,13 @@ class EngineClient:
         """
         ranks: list[RankProcess] = []
         with contextlib.ExitStack() as stack:
-            group = stack.enter_context(make_memory(spec.ranks)) if spec.ranks > 1 else None
+            group_fd = stack.enter_context(open_group(spec))
             try:
                 for each in rank_specs(spec):
                     ranks.append(  # noqa: PERF401 - one by one: if one does not start, the others are ended
                         await RankProcess.start(
                             each,
-                            group_fd=None if group is None else group.fd,
+                            group_fd=group_fd,
                             on_progress=on_progress if each.rank == 0 else None,
                             on_agent_lost=on_agent_lost,
                             command=command,

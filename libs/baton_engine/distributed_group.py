@@ -25,11 +25,6 @@ NCCL_ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 _LOADING = timedelta(hours=1)
 
 
-def make_rendezvous() -> int:
-    """Descriptor of the file through which the ranks of one group find each other. Whoever starts them makes it."""
-    return os.memfd_create("baton-rendezvous", os.MFD_CLOEXEC)
-
-
 class DistributedGroup(RankGroup):
     """One rank's end. Tensors are on `device`; sums may be captured in CUDA graphs, gathers may not.
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from baton_engine.errors import SequenceInvalid, SpecInvalid
 from baton_engine.messages import ELEMENT_SIZES, EngineSpec, SequenceStart, StepItem, StepPlan, StepResult
+from baton_engine.place import HostPlace, Place
 from baton_engine.runner import Batch, ModelFacts, ModelRunner
-from baton_engine.sampler import Draw, sample
+from baton_engine.sampler import Draw
 from baton_kv.layout import PageLayout
 from baton_kv.shards import head_slices
-from baton_memory import LayerCounter, SharedMemory
 from baton_model.parallel import SOLO, RankGroup
 
 
@@ -50,15 +50,17 @@ class Executor:
     0 moves the counter after it. The other ranks' counters stand still. Only rank 0 draws tokens.
     """
 
-    def __init__(self, runner: ModelRunner, layout: PageLayout, group: RankGroup = SOLO) -> None:
-        """Allocates the cache. Raises OSError if there is no memory for it."""
+    def __init__(
+        self, runner: ModelRunner, layout: PageLayout, group: RankGroup = SOLO, place: Place | None = None
+    ) -> None:
+        """`place` has room for the cache; by default one is made on the host, which raises OSError if there is none."""
         self.layout = layout
         self._group = group
-        self.memory = SharedMemory.create("baton-kv", layout.region_bytes)
-        self.counter = LayerCounter.create()
+        self._place = place or HostPlace(layout.region_bytes)
+        self.memory, self.counter = self._place.memory, self._place.counter
         self._runner = runner
         self._sequences: dict[int, SequenceStart] = {}
-        runner.bind(self.memory.buffer, layout)
+        runner.bind(self._place.buffer, layout)
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -71,6 +73,7 @@ class Executor:
             self._runner.forward(
                 Batch([0] * tokens, range(tokens), [tokens], [tokens], [[0]], [tokens - 1]), lambda layer: None
             )
+        self._place.prepare(self._runner)
 
     def run(self, plan: StepPlan, started_ns: int) -> StepResult:
         """Runs a step, as all ranks do. Raises whatever the model raises, SequenceInvalid, NonFiniteLogits, and
@@ -93,19 +96,24 @@ class Executor:
         for start in plan.starts:
             self._sequences[start.sequence_id] = start
         base = plan.step * layers
+        self._place.begin(base)
         self._advance(base)
         batch = self._batch(plan)
         layer_ends: list[int] = []
         forward_ns = time.monotonic_ns()
         logits = self._runner.forward(batch, self._on_layer(plan, base, layer_ends))
+        self._place.finish()
         self._advance(base + layers)
         forwarded_ns = time.monotonic_ns()
+        if self._place.on_layer is not None:
+            # The device knows when each layer was done, and is not asked.
+            layer_ends = [forwarded_ns] * layers
         draws = [
             Draw(sampling, item.end)
             for item in plan.items
             if item.sample and (sampling := self._sequences[item.sequence_id].sampling) is not None
         ]
-        tokens, logprobs = sample(logits, draws) if draws and self._group.rank == 0 else ((), ())
+        tokens, logprobs = self._place.sample(logits, draws) if draws and self._group.rank == 0 else ((), ())
         return StepResult(
             plan.step,
             tokens,
@@ -122,6 +130,8 @@ class Executor:
             self.counter.advance(value)
 
     def _on_layer(self, plan: StepPlan, base: int, layer_ends: list[int]) -> Callable[[int], None]:
+        if self._place.on_layer is not None:
+            return self._place.on_layer
         # Pages leave during a step only if it prefills for another worker. Other steps ring once, at their end: each
         # ring wakes the agent, on what may be this process's own core.
         if not any(self._sequences[item.sequence_id].sampling is None for item in plan.items):

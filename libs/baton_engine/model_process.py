@@ -1,8 +1,8 @@
 """The process that holds one rank's weights and KV cache: `python -m baton_engine.model_process --fd N --parent PID`.
 
 It talks to its worker over the socket N, to its agent over the hand-off connection, to the other ranks of its engine
-through their group (`--group M`), and to nobody else: no gRPC, no
-fabric, no INET socket. It leaves when the worker closes the socket, and is killed when the worker dies.
+through their group (`--group M`), and to nobody else: no gRPC, no fabric, no INET socket (but NCCL's own on loopback,
+if its engine has several GPUs). It leaves when the worker closes the socket, and is killed when the worker dies.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ModelProcess:
     """The loop: one message from the worker at a time, and an eye on the hand-off connection."""
 
     def __init__(self, worker: socket.socket, load_model: LoadModel, group_fd: int | None = None) -> None:
-        """`group_fd`: memory that the ranks of the engine share; None for an engine of one."""
+        """`group_fd`: from `group_memory.open_group`; None for an engine of one rank."""
         self._worker = worker
         self._group_fd = group_fd
         self._load_model = load_model
@@ -126,6 +126,7 @@ class ModelProcess:
 
         from baton_engine.executor import Executor, cache_layout
         from baton_engine.groups import make_group
+        from baton_engine.place import open_place
 
         torch.set_num_threads(spec.threads)
         torch.set_grad_enabled(False)
@@ -134,7 +135,7 @@ class ModelProcess:
         runner = self._load_model(spec, lambda stage, fraction: self._send(Loading(stage, 0.3 + 0.5 * fraction)), group)
         layout = cache_layout(spec, runner.facts)
         self._send(Loading("cache", 0.8))
-        executor = Executor(runner, layout, group)
+        executor = Executor(runner, layout, group, open_place(spec, layout))
         self._send(Loading("warm-up", 0.95))
         group.meet()
         executor.warm_up()
@@ -267,7 +268,7 @@ def main(argv: Sequence[str] | None = None, load_model: LoadModel | None = None)
     """Runs the process; `load_model` replaces the loader of real models."""
     parser = argparse.ArgumentParser(description="Holds a model for a worker, which starts it.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the worker")
-    parser.add_argument("--group", type=int, help="memory that the ranks of the engine share, if it has several")
+    parser.add_argument("--group", type=int, help="what the ranks of the engine meet in, if it has several")
     parser.add_argument("--parent", type=int, required=True, help="the worker's process id")
     options = parser.parse_args(argv)
     logging.basicConfig(format="%(levelname)s %(message)s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from baton_engine.messages import EngineSpec
 from baton_kv.layout import PageLayout
@@ -58,8 +58,9 @@ class ModelRunner(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
-    def bind(self, memory: memoryview, layout: PageLayout) -> None:
-        """Takes `memory`, `layout.region_bytes` writable bytes, as its KV cache. Called once, before any forward."""
+    def bind(self, memory: Any, layout: PageLayout) -> None:
+        """Takes `memory`, `layout.region_bytes` writable bytes, as its KV cache: a buffer, or on a GPU a tensor of
+        uint8. Called once, before any forward."""
 
     def forward(self, batch: Batch, on_layer: Callable[[int], None]) -> torch.Tensor:
         """Computes a batch: float32 logits [len(batch.sampled), vocabulary].

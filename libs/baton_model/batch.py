@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,10 @@ class ForwardBatch:
             context_lens=[start + len(ids) for ids, start in sequences],
             page_tables=page_tables,
         )
+
+    def on(self, device: torch.device) -> ForwardBatch:
+        """The same batch, its tokens on `device`."""
+        return replace(self, token_ids=self.token_ids.to(device), positions=self.positions.to(device))
 
     def table(self, sequence: int, count: int) -> list[int]:
         """The first `count` pages of a sequence. Raises `InvalidBatch` where it has fewer."""

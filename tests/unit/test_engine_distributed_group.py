@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from baton_engine.distributed_group import make_rendezvous
+from baton_engine.group_memory import make_rendezvous
 
 RANKS = 3
 RANK = """
