@@ -82,6 +82,13 @@ class ModelSettings(Section):
     )
     served_name: str | None = Field(default=None, description="Name that clients see; by default taken from model.name")
     dtype: Dtype = Field(default="float32", description="Element type of weights and KV cache")
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu",
+        description="What models compute on: cuda takes a GPU for each rank, the extra gpu, and dtype bfloat16",
+    )
+    cuda_graphs: bool = Field(
+        default=True, description="On a GPU, decodes are captured in CUDA graphs when the worker starts"
+    )
     quantization: Quantization = Field(
         default="none",
         description="int8: the weights of linears take eight bits, and their products are of integers; activations and "

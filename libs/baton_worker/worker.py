@@ -150,6 +150,8 @@ class Worker:
         spec = EngineSpec(
             model_path=self._model_path,
             dtype=model.dtype,
+            device=model.device,
+            graphs=model.cuda_graphs,
             quantization=model.quantization,
             page_size=section.page_size,
             kv_bytes=int(section.kv_bytes),

@@ -29,6 +29,7 @@ Config = Annotated[Path | None, typer.Option("--config", help="TOML file [defaul
 Set = Annotated[list[str] | None, typer.Option("--set", "-o", help="section.option=value; see `baton config --docs`")]
 Model = Annotated[str | None, typer.Option(help="smollm2, a GGUF file, or a Hugging Face directory")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16")]
+Device = Annotated[str | None, typer.Option(help="cpu, or cuda for a GPU a rank")]
 Quantization = Annotated[str | None, typer.Option(help="none or int8 (weights)")]
 Transport = Annotated[str | None, typer.Option(help="auto, tcp, local, shm, verbs or efa")]
 Http = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="OpenAI HTTP API")]
@@ -63,6 +64,7 @@ def up(
     model: Model = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
+    device: Device = None,
     transport: Transport = None,
     http: Http = None,
     grpc: Grpc = None,
@@ -87,7 +89,7 @@ def up(
                 "colocated": colocated,
                 "run_directory": run_directory,
             },
-            "model": {"name": model, "dtype": dtype, "quantization": quantization},
+            "model": {"name": model, "dtype": dtype, "quantization": quantization, "device": device},
             "agent": {"transport": transport},
             "gateway": {"http": http, "grpc": grpc},
         },
@@ -167,13 +169,21 @@ def prefill_worker(
     model: Model = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
+    device: Device = None,
     config: Config = None,
     assignments: Set = None,
     parent: Parent = None,
 ) -> None:
     """A prefill worker alone; its transfer agent must run on the same node."""
     flags = _worker_flags(
-        "prefill", listen=listen, registry=registry, agent=agent, model=model, dtype=dtype, quantization=quantization
+        "prefill",
+        listen=listen,
+        registry=registry,
+        agent=agent,
+        model=model,
+        dtype=dtype,
+        quantization=quantization,
+        device=device,
     )
     run_service("prefill-worker", _settings(config, assignments, flags), parent)
 
@@ -187,13 +197,21 @@ def decode_worker(
     model: Model = None,
     dtype: Dtype = None,
     quantization: Quantization = None,
+    device: Device = None,
     config: Config = None,
     assignments: Set = None,
     parent: Parent = None,
 ) -> None:
     """A decode worker alone; its transfer agent must run on the same node."""
     flags = _worker_flags(
-        "decode", listen=listen, registry=registry, agent=agent, model=model, dtype=dtype, quantization=quantization
+        "decode",
+        listen=listen,
+        registry=registry,
+        agent=agent,
+        model=model,
+        dtype=dtype,
+        quantization=quantization,
+        device=device,
     )
     run_service("decode-worker", _settings(config, assignments, flags), parent)
 
@@ -250,7 +268,12 @@ def _worker_flags(section: str, **options: str | None) -> dict[str, dict[str, An
         section: {"listen": options["listen"]},
         "cluster": {"registry": options["registry"]},
         "agent": {"socket": options["agent"]},
-        "model": {"name": options["model"], "dtype": options["dtype"], "quantization": options["quantization"]},
+        "model": {
+            "name": options["model"],
+            "dtype": options["dtype"],
+            "quantization": options["quantization"],
+            "device": options["device"],
+        },
     }
 
 

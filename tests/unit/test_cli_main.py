@@ -42,6 +42,7 @@ def test_the_documentation_names_every_section():
     ("arguments", "message", "status"),
     [
         (["up", "--dtype", "float8"], "model.dtype", 2),
+        (["up", "--device", "tpu"], "model.device", 2),
         (["up", "--model", "no-such-model"], "no such file or directory", 1),
         (["up", "--prefill", "0"], "--colocated", 2),
         (["generate", "hello", "--grpc", "127.0.0.1:1"], "start one with `baton up`", 1),
