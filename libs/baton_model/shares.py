@@ -9,11 +9,23 @@ from baton_kv.shards import even_slices, head_slices
 from .errors import InvalidConfig
 from .parallel import RankGroup
 
+# Neurons that stay together where every rank gets as many: a rank's part of a matrix then begins and ends where kernels
+# and quantised blocks like it, and is rotated well before it is rounded to eight bits.
+_NEURONS = 64
+
 
 def even_share(size: int, group: RankGroup) -> range:
-    """This rank's part of `size` things that split anywhere: neurons, experts, words of the vocabulary. Shares follow
-    each other in order of rank, differ by one at most, and may be empty."""
+    """This rank's part of `size` things that split anywhere: experts, words of the vocabulary. Shares follow each other
+    in order of rank, differ by one at most, and may be empty."""
     return even_slices(size, group.ranks)[group.rank]
+
+
+def neuron_share(size: int, group: RankGroup) -> range:
+    """This rank's part of the inner neurons of a feed-forward block: as `even_share`, but in blocks of 64 where there
+    are enough."""
+    block = _NEURONS if size >= _NEURONS * group.ranks else 1
+    blocks = even_share(-(-size // block), group)
+    return range(blocks.start * block, min(blocks.stop * block, size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,12 @@ class WeightReader:
         """These slices, one a dimension, of a parameter of exactly this shape. Raises as `tensor` does."""
         sizes = [len(taken) for taken in slices]
         result = torch.empty(sizes, dtype=dtype or self.dtype, device=self.device)
-        self._fill(result, name, shape, slices)
+        self.fill(result, name, shape, slices)
         return result
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Room for a parameter, in the model's dtype and on its device; for `fill`."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def norm(self, name: str, size: int, eps: float) -> RmsNorm:
         """The RMS norm whose weight is `name.weight`. Raises as `tensor` does."""
@@ -117,8 +121,8 @@ class WeightReader:
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """This rank's words of the table `name.weight`, `[vocab_size, hidden_size]`. Raises as `tensor` does."""
         words = even_share(vocab_size, self.group)
-        weight = torch.empty((len(words), hidden_size), dtype=self.dtype, device=self.device)
-        self._fill(weight, f"{name}.weight", (vocab_size, hidden_size), [words, range(hidden_size)])
+        weight = self.empty(len(words), hidden_size)
+        self.fill(weight, f"{name}.weight", (vocab_size, hidden_size), [words, range(hidden_size)])
         return Embedding(weight, words, self.group)
 
     def head(self, name: str, vocab_size: int, hidden_size: int) -> Head:
@@ -146,12 +150,12 @@ class WeightReader:
         sizes = [len(share) for share in shares]
         weight = self._matrix(sum(sizes), len(taken))
         for name, size, share, part in zip(names, rows, shares, torch.split(weight, sizes), strict=True):
-            self._fill(part, f"{name}.weight", (size, columns), [share, taken])
+            self.fill(part, f"{name}.weight", (size, columns), [share, taken])
         if not bias:
             return self.make_linear(weight, None)
-        biases = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        biases = self.empty(sum(sizes))
         for name, size, share, part in zip(names, rows, shares, torch.split(biases, sizes), strict=True):
-            self._fill(part, f"{name}.bias", (size,), [share])
+            self.fill(part, f"{name}.bias", (size,), [share])
         return self.make_linear(weight, biases)
 
     def _matrix(self, rows: int, columns: int) -> torch.Tensor:
@@ -163,9 +167,10 @@ class WeightReader:
             # with two rows 28 instead of 38, with more the same (one core of an EPYC with AVX-512, MKL). In bfloat16,
             # which goes through oneDNN, it is the other way round: 19 and 13.
             return torch.empty((columns, rows), dtype=self.dtype).t()
-        return torch.empty((rows, columns), dtype=self.dtype, device=self.device)
+        return self.empty(rows, columns)
 
-    def _fill(self, target: torch.Tensor, name: str, shape: tuple[int, ...], slices: Sequence[range]) -> None:
+    def fill(self, target: torch.Tensor, name: str, shape: tuple[int, ...], slices: Sequence[range]) -> None:
+        """Reads these slices, one a dimension, of a parameter of exactly this shape. Raises as `tensor` does."""
         found = self.source.shape(name)
         if found != shape:
             raise WrongShape(name, shape, found, self.source.path)

@@ -22,9 +22,10 @@ from small_models import SmallModel
 PAGES, PAGE_SIZE = 40, 4
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return SmallModel(layers=3, heads=6, kv_heads=2).write_hugging_face(tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+def checkpoint(request, tmp_path_factory):
+    small = SmallModel(family=request.param, layers=3, heads=6, kv_heads=2)
+    return small.write_hugging_face(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_model.layers.moe import Experts, MixtureOfExperts, SoftmaxRouter
+from baton_model.layers.moe import MixtureOfExperts, SeparateExperts, SoftmaxRouter, StackedExperts
 from baton_model.parallel import RankGroup
 from baton_model.platform import cpu_platform
 from baton_model.weights import WeightReader
 from memory_weights import AbsentRank, MemoryWeights
 
-HIDDEN, INNER = 12, 10
+HIDDEN, INNER = 12, 20
 
 
 def weights(count: int) -> MemoryWeights:
@@ -28,9 +28,12 @@ def weights(count: int) -> MemoryWeights:
     )
 
 
-def experts(source: MemoryWeights, count: int, group: RankGroup) -> Experts:
+KINDS = [SeparateExperts, StackedExperts]
+
+
+def experts(kind: type, source: MemoryWeights, count: int, group: RankGroup) -> SeparateExperts | StackedExperts:
     reader = WeightReader(source, torch.float32, cpu_platform(), group=group)
-    return Experts("experts", count, HIDDEN, INNER, reader)
+    return kind("experts", count, HIDDEN, INNER, reader)
 
 
 def token_by_token(source: MemoryWeights, x, factors, chosen) -> torch.Tensor:
@@ -54,14 +57,27 @@ def test_the_ranks_parts_sum_to_each_token_through_its_experts(tokens, count, ra
     source, x = weights(count), torch.randn(tokens, HIDDEN, generator=random)
     chosen = torch.rand(tokens, count, generator=random).topk(active).indices
     factors = torch.rand(tokens, active, generator=random)
-    parts = [experts(source, count, AbsentRank(rank, ranks))(x, factors, chosen) for rank in range(ranks)]
-    torch.testing.assert_close(sum(parts), token_by_token(source, x, factors, chosen), atol=1e-4, rtol=1e-4)
+    expected = token_by_token(source, x, factors, chosen)
+    for kind in KINDS:
+        parts = [experts(kind, source, count, AbsentRank(rank, ranks))(x, factors, chosen) for rank in range(ranks)]
+        torch.testing.assert_close(sum(parts), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_other_ranks_compute_leaves_nothing_behind():
+    """Not even where the rows that a grouped product leaves out hold what is no number."""
+    held = experts(StackedExperts, weights(4), 4, AbsentRank(1, 2))
+    held.activate = lambda rows: cpu_platform().operators.silu_and_mul(rows.masked_fill_(spoiled[:, None], torch.nan))
+    chosen = torch.tensor([[0, 2], [1, 0], [3, 1]])
+    spoiled = torch.tensor([False, False, True, True, True, True])
+    result = held(torch.randn(3, HIDDEN), torch.ones(3, 2), chosen)
+    assert result.isfinite().all()
+    assert (result.count_nonzero(1) > 0).tolist() == [True, False, True]
 
 
 def test_what_every_token_goes_through_is_added():
     source, x = weights(3), torch.randn(5, HIDDEN)
     router = SoftmaxRouter(torch.randn(3, HIDDEN), 2, normalised=True)
-    routed = experts(source, 3, AbsentRank(0, 1))
+    routed = experts(SeparateExperts, source, 3, AbsentRank(0, 1))
     shared = MixtureOfExperts(router, routed, shared=lambda x: 10 * x)
     torch.testing.assert_close(shared(x), MixtureOfExperts(router, routed)(x) + 10 * x)
 

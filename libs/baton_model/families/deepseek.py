@@ -17,7 +17,7 @@ from ..errors import InvalidBatch
 from ..layers.feed_forward import GatedFeedForward
 from ..layers.grouped_routers import BiasedRouter, GroupLimitedRouter
 from ..layers.latent_attention import MultiHeadLatentAttention
-from ..layers.moe import Experts, MixtureOfExperts, Router
+from ..layers.moe import MixtureOfExperts, Router, routed_experts
 from ..layers.rotary import Rotary
 from ..model import DraftModule, Model
 from ..weights import WeightReader
@@ -112,7 +112,7 @@ def feed_forward(config: ModelConfig, layer: int, weights: WeightReader) -> Feed
         shared = GatedFeedForward(f"{name}.shared_experts", size, experts.shared_size, config.mlp_bias, weights)
     return MixtureOfExperts(
         router(f"{name}.gate", size, experts, weights),
-        Experts(f"{name}.experts", experts.count, size, experts.intermediate_size, weights),
+        routed_experts(f"{name}.experts", experts.count, size, experts.intermediate_size, weights),
         shared,
     )
 

@@ -7,7 +7,7 @@ from ..attention.base import AttentionBackend
 from ..config import ExpertsConfig, ModelConfig
 from ..errors import InvalidConfig
 from ..gguf_file import GgufFile
-from ..layers.moe import Experts, MixtureOfExperts, SoftmaxRouter
+from ..layers.moe import MixtureOfExperts, SoftmaxRouter, routed_experts
 from ..model import Model
 from ..settings import Settings
 from ..weights import WeightReader
@@ -31,7 +31,7 @@ def build(config: ModelConfig, weights: WeightReader, backend: AttentionBackend)
                 experts.active,
                 experts.normalised,
             ),
-            Experts(f"{name}.experts", experts.count, config.hidden_size, experts.intermediate_size, weights),
+            routed_experts(f"{name}.experts", experts.count, config.hidden_size, experts.intermediate_size, weights),
         )
 
     return Decoder(config, weights, backend, self_attention(config, weights), feed_forward)

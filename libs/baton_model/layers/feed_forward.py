@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..shares import even_share
+from ..shares import neuron_share
 from ..weights import WeightReader
 
 
@@ -24,7 +24,7 @@ class GatedFeedForward:
         weights: WeightReader,
         share: range | None = None,
     ) -> None:
-        share = even_share(inner, weights.group) if share is None else share
+        share = neuron_share(inner, weights.group) if share is None else share
         self.gate_up = weights.column_parallel(
             [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], [share, share], hidden_size, bias
         )

@@ -12,6 +12,8 @@ from .operators import Operators
 class FlashInferOperators(Operators):
     """`kernels`: the module flashinfer. Both normalise and multiply in float32 and round once, as torch does."""
 
+    captured = True
+
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
 

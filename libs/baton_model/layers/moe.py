@@ -42,8 +42,22 @@ class SoftmaxRouter:
         return factors.to(x.dtype), experts
 
 
-class Experts:
-    """The routed experts `{name}.{number}` that this rank holds."""
+class Experts(Protocol):
+    """The routed experts that a rank holds."""
+
+    def __call__(self, x: torch.Tensor, factors: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """`x [N, hidden_size]`, and what a router says of it (see `Router`), to this rank's part of as much."""
+
+
+def routed_experts(name: str, count: int, hidden_size: int, inner: int, weights: WeightReader) -> Experts:
+    """`count` experts `{name}.{number}`, each a feed-forward block of `inner` neurons, as the device runs them best.
+    Raises as `WeightReader.tensor` does."""
+    kind = StackedExperts if weights.operators.captured else SeparateExperts
+    return kind(name, count, hidden_size, inner, weights)
+
+
+class SeparateExperts:
+    """Each expert a block of its own, of whatever kind of linear. The host asks how many tokens each expert has."""
 
     def __init__(self, name: str, count: int, hidden_size: int, inner: int, weights: WeightReader) -> None:
         self.count = count
@@ -55,7 +69,7 @@ class Experts:
         weights.leave_out(3 * (count - len(self.held)))
 
     def __call__(self, x: torch.Tensor, factors: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """`x [N, hidden_size]`, and what a router says of it; see `Router`."""
+        """See `Experts`."""
         result = torch.zeros_like(x)
         flat = chosen.reshape(-1)
         # Tokens of one expert side by side, so that each expert is one product over all of its tokens.
@@ -69,6 +83,37 @@ class Experts:
                 result.index_add_(0, rows, expert(x.index_select(0, rows)).mul_(factors[start : start + count]))
                 start += count
         return result
+
+
+class StackedExperts:
+    """All experts in two matrices, and one grouped product with each: how many tokens an expert has stays on the
+    device, so that a step can be captured in a graph. Sizes must be such that rows are multiples of 16 bytes."""
+
+    def __init__(self, name: str, count: int, hidden_size: int, inner: int, weights: WeightReader) -> None:
+        self.held = even_share(count, weights.group)
+        self.gate_up = weights.empty(len(self.held), 2 * inner, hidden_size)
+        self.down = weights.empty(len(self.held), hidden_size, inner)
+        for number, gate_up, down in zip(self.held, self.gate_up, self.down, strict=True):
+            for part, target in (("gate", gate_up[:inner]), ("up", gate_up[inner:]), ("down", down)):
+                whole = [range(size) for size in target.shape]
+                weights.fill(target, f"{name}.{number}.{part}_proj.weight", tuple(target.shape), whole)
+        weights.leave_out(3 * (count - len(self.held)))
+        self.activate = weights.operators.silu_and_mul
+
+    def __call__(self, x: torch.Tensor, factors: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """See `Experts`."""
+        held, active = len(self.held), chosen.shape[1]
+        expert = chosen.reshape(-1) - self.held.start
+        elsewhere = (expert < 0) | (expert >= held)
+        # What other ranks compute comes last, beyond every group: the products leave it out.
+        expert, order = expert.masked_fill(elsewhere, held).sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(held, device=x.device), right=True, out_int32=True)
+        rows = x.index_select(0, order // active)
+        rows = self.activate(F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends))
+        rows = F.grouped_mm(rows, self.down.transpose(1, 2), offs=ends)
+        # Back in the order of the tokens; what was left out is whatever was there before.
+        rows = torch.empty_like(rows).index_copy_(0, order, rows).masked_fill_(elsewhere[:, None], 0)
+        return (rows.view(*chosen.shape, -1) * factors[..., None]).sum(1).to(x.dtype)
 
 
 class MixtureOfExperts:

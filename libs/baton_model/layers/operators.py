@@ -9,7 +9,12 @@ import torch.nn.functional as F
 
 
 class Operators(ABC):
-    """What layers are built with. Results are the caller's own."""
+    """What layers are built with. Results are the caller's own.
+
+    `captured`: whether steps may be captured in a graph; a layer must not read a value of a tensor then.
+    """
+
+    captured: bool
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -22,6 +27,8 @@ class Operators(ABC):
 
 class TorchOperators(Operators):
     """On any device."""
+
+    captured = False
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
