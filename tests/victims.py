@@ -18,9 +18,7 @@ NEW_TOKENS = 8
 Outcome = Answer | grpc.aio.AioRpcError
 
 
-async def ask(
-    cluster: Cluster, prompt_tokens: int, timeout: float = 60.0, cache_salt: str | None = None
-) -> Outcome:
+async def ask(cluster: Cluster, prompt_tokens: int, timeout: float = 60.0, cache_salt: str | None = None) -> Outcome:
     """The answer, or the error that the client sees. `cache_salt`: as `Cluster.generate` has it."""
     try:
         return await cluster.generate(
