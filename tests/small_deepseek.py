@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import gguf
+import numpy as np
 
 from small_models import BOS, EOS, SmallCheckpoint
 
@@ -116,3 +120,78 @@ class SmallDeepseek(SmallCheckpoint):
             "norm_topk_prob": True,
             "num_nextn_predict_layers": self.mtp,
         }
+
+    def write_gguf(
+        self,
+        path: Path,
+        kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+        split: bool = True,
+        **metadata,
+    ) -> Path:
+        """Writes GGUF as llama.cpp's converter does; matrices are stored as `kind`. Not `split`: as it did before it
+        took the up-projections apart. `metadata`: more keys of the architecture, with __ for a dot."""
+        key, suffix = self.nope + self.rope, "_mla" if split else ""
+        numbers = {
+            "block_count": self.layers,
+            "context_length": self.context,
+            "embedding_length": self.hidden,
+            "feed_forward_length": self.inner,
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": 1 if split else self.heads,
+            "attention.kv_lora_rank": self.rank,
+            "rope.dimension_count": self.rope,
+            "leading_dense_block_count": self.dense_layers,
+            "expert_count": self.experts,
+            "expert_used_count": self.active,
+            "expert_shared_count": self.shared,
+            "expert_feed_forward_length": self.expert_inner,
+            "expert_gating_func": self.generation - 1,
+            "expert_group_count": self.groups,
+            "expert_group_used_count": self.active_groups,
+            "attention.key_length": self.rank + self.rope,
+            "attention.value_length": self.rank,
+            f"attention.key_length{suffix}": key,
+            f"attention.value_length{suffix}": self.value,
+        }
+        if self.query_rank is not None:
+            numbers["attention.q_lora_rank"] = self.query_rank
+        values: dict[str, Any] = numbers | {
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 10_000.0,
+            "expert_weights_scale": 1.5,
+            "expert_weights_norm": self.generation == 3,
+        }
+        writer = gguf.GGUFWriter(path, "deepseek2")
+        for name, value in (values | {name.replace("__", "."): value for name, value in metadata.items()}).items():
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add[type(value)](f"deepseek2.{name}", value)
+        writer.add_bos_token_id(BOS)
+        writer.add_eos_token_id(EOS[0])
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, self.layers)
+        for name, tensor in self._as_gguf(split).items():
+            used = gguf.GGMLQuantizationType.F32 if tensor.ndim == 1 or name.endswith("mlp.gate.weight") else kind
+            stored = gguf.quantize(np.ascontiguousarray(tensor), used)
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=used)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    def _as_gguf(self, split: bool) -> dict[str, np.ndarray]:
+        """The state with the experts of a layer as one tensor, and the up-projections in two."""
+        state: dict[str, np.ndarray] = {}
+        for name, tensor in self.state.items():
+            if ".experts." in name:
+                layer, _, rest = name.partition(".experts.")
+                number, _, part = rest.partition(".")
+                if number == "0":
+                    each = [self.state[f"{layer}.experts.{i}.{part}"] for i in range(self.experts)]
+                    state[f"{layer}.experts.{part}"] = np.stack(each)
+            elif split and ".kv_b_proj." in name:
+                heads = tensor.reshape(self.heads, self.nope + self.value, self.rank)
+                state[name.replace("kv_b", "k_b")] = heads[:, : self.nope].swapaxes(1, 2)
+                state[name.replace("kv_b", "v_b")] = heads[:, self.nope :]
+            else:
+                state[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+        return state

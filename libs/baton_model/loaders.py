@@ -15,6 +15,7 @@ from .errors import CheckpointNotFound, InvalidConfig
 from .families import registry
 from .families.base import Family
 from .gguf_file import GgufFile, GgufWeights
+from .gguf_latent import LatentGgufWeights
 from .layers.linear import Quantization
 from .model import Model
 from .parallel import SOLO, RankGroup
@@ -77,7 +78,8 @@ def load_model(
         source = block_fp8.open_weights(path)
     else:
         family, config, file = _open_gguf(path)
-        source = GgufWeights(
+        kind = GgufWeights if config.latent is None else LatentGgufWeights
+        source = kind(
             file,
             layers=config.layers,
             heads=config.heads,
@@ -108,5 +110,4 @@ def _open_gguf(path: Path) -> tuple[Family, ModelConfig, GgufFile]:
     if file.settings.get("split.count", int, 1) > 1:
         raise file.settings.invalid("split.count", "a model in several files must be merged into one first")
     family = registry.for_gguf(file.architecture, path)
-    assert family.config_from_gguf is not None
     return family, family.config_from_gguf(file), file

@@ -17,8 +17,7 @@ from ..weights import WeightReader
 class Family:
     """How checkpoints of one family are recognised, understood and built.
 
-    * `hugging_face`: the names in `architectures` of config.json; `gguf`: those in `general.architecture`, where there
-      are any, and `config_from_gguf` with them.
+    * `hugging_face`: the names in `architectures` of config.json; `gguf`: those in `general.architecture`.
     * `gguf_interleaved_rotary`: see `GgufWeights`.
     * `config_from_hugging_face`, `config_from_gguf` raise `InvalidConfig`.
     * `build` reads every parameter through the reader and raises what it raises.
@@ -29,5 +28,5 @@ class Family:
     gguf: tuple[str, ...]
     gguf_interleaved_rotary: bool
     config_from_hugging_face: Callable[[Settings], ModelConfig]
-    config_from_gguf: Callable[[GgufFile], ModelConfig] | None
+    config_from_gguf: Callable[[GgufFile], ModelConfig]
     build: Callable[[ModelConfig, WeightReader, AttentionBackend], Model]

@@ -49,9 +49,11 @@ def from_hugging_face(
     return _checked(settings, config)
 
 
-def from_gguf(file: GgufFile, *, family: str, **switches: Any) -> ModelConfig:
-    """From a file's metadata, and from which tensors it has where the metadata doesn't say. `switches`: further fields
-    of `ModelConfig`. Raises `InvalidConfig`."""
+def from_gguf(file: GgufFile, *, family: str, rotated: int | None = None, **switches: Any) -> ModelConfig:
+    """From a file's metadata, and from which tensors it has where the metadata doesn't say. `rotated`: how many
+    dimensions of a head are rotated (None: all); `switches`: further fields of `ModelConfig`.
+
+    Raises `InvalidConfig`."""
     settings = Settings(file.metadata, file.path, prefix=f"{file.architecture}.")
     hidden_size, heads = settings.positive("embedding_length"), settings.positive("attention.head_count")
     head_dim = settings.positive("attention.key_length", hidden_size // heads)
@@ -71,7 +73,7 @@ def from_gguf(file: GgufFile, *, family: str, **switches: Any) -> ModelConfig:
             head_dim=head_dim,
             context_length=context_length,
             rms_norm_eps=settings.get("attention.layer_norm_rms_epsilon", float),
-            rope=rope_settings.from_gguf(file, settings, head_dim, context_length),
+            rope=rope_settings.from_gguf(file, settings, rotated or head_dim, context_length),
             tied_embeddings="output.weight" not in file,
             attention_bias="blk.0.attn_q.bias" in file,
             attention_output_bias="blk.0.attn_output.bias" in file,

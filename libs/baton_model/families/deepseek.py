@@ -19,16 +19,11 @@ from ..layers.grouped_routers import BiasedRouter, GroupLimitedRouter
 from ..layers.latent_attention import MultiHeadLatentAttention
 from ..layers.moe import MixtureOfExperts, Router, routed_experts
 from ..layers.rotary import Rotary
-from ..model import DraftModule, Model
+from ..model import DraftModule
 from ..weights import WeightReader
 from . import deepseek_settings
 from .base import Family
 from .decoder import DecoderLayer, FeedForward, LatentDecoder, dense_feed_forward, nothing
-
-
-def build(config: ModelConfig, weights: WeightReader, backend: AttentionBackend) -> Model:
-    """See `Family.build`."""
-    return Deepseek(config, weights, backend)
 
 
 class Deepseek(LatentDecoder):
@@ -126,18 +121,12 @@ def router(name: str, hidden_size: int, experts: ExpertsConfig, weights: WeightR
     return BiasedRouter(weight, bias, experts)
 
 
-FAMILIES = tuple(
-    Family(
-        name=name,
-        hugging_face=(architecture,),
-        gguf=(),
-        gguf_interleaved_rotary=False,
-        config_from_hugging_face=config_from_hugging_face,
-        config_from_gguf=None,
-        build=build,
-    )
-    for name, architecture, config_from_hugging_face in (
-        ("deepseek_v2", "DeepseekV2ForCausalLM", deepseek_settings.v2_from_hugging_face),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", deepseek_settings.v3_from_hugging_face),
-    )
+FAMILY = Family(
+    name="deepseek",
+    hugging_face=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    gguf=("deepseek2",),
+    gguf_interleaved_rotary=False,
+    config_from_hugging_face=deepseek_settings.from_hugging_face,
+    config_from_gguf=deepseek_settings.from_gguf,
+    build=Deepseek,
 )

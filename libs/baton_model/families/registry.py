@@ -8,7 +8,7 @@ from ..errors import UnknownFamily
 from . import deepseek, llama, qwen2, qwen3, qwen3_moe
 from .base import Family
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, *deepseek.FAMILIES)
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, deepseek.FAMILY)
 
 
 def for_hugging_face(architecture: str, path: Path) -> Family:
