@@ -1,6 +1,6 @@
 """Every family keeps to the device that it was loaded on: passes over tensors of the device "meta", without memory.
 
-It refuses what mixes devices, as a GPU does, and what waits for a value, as a graph does.
+It refuses what waits for a value, as a graph does; `OneDevice` refuses what mixes devices, as a GPU does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from baton_model.attention.flashinfer import FlashInferAttention
 from baton_model.batch import ForwardBatch
@@ -65,6 +67,18 @@ KERNELS = SimpleNamespace(
 )
 
 
+class OneDevice(TorchDispatchMode):
+    """Numbers may come from the CPU, and so may what is copied; anything else is an error on a GPU."""
+
+    MAY_MIX = frozenset({"aten::copy_", "aten::_to_copy"})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.dim()]
+        name = func._schema.name
+        assert len({each.device for each in tensors}) < 2 or name in self.MAY_MIX, f"{name} mixes devices"
+        return func(*args, **(kwargs or {}))
+
+
 class NoGraph:
     """Nothing is captured; the pass that would be runs all the same."""
 
@@ -86,15 +100,21 @@ def test_a_pass_stays_on_the_device(tmp_path, monkeypatch, family):
     # Which experts a token goes to is looked at on the host, with graphs off; all around it must keep to the device.
     monkeypatch.setattr(Experts, "__call__", lambda self, x, factors, chosen: x * factors[:, :1])
     path = CHECKPOINTS[family].write_hugging_face(tmp_path)
-    model = load_model(path, "bfloat16", flashinfer_platform(KERNELS, ELSEWHERE, (torch.bfloat16,)))
-    shape = model.cache_shape
-    elements = shape.layers * 4 * 8 * shape.head_dim * shape.kv_heads * (1 if shape.latent else 2)
-    buffer = torch.empty(elements * 2, dtype=torch.uint8, device=ELSEWHERE)
-    cache = open_cache(buffer, shape, order="HND", pages=4, page_size=8, dtype=model.dtype)
-    batch = ForwardBatch.build([([1, 2, 3], 0), ([4], 9)], [[0], [1, 2]], ELSEWHERE)
-    logits = model.logits(model.forward(batch, cache))
-    assert (logits.device, logits.dtype, len(logits)) == (ELSEWHERE, torch.float32, 4)
-    assert isinstance(model.backend, FlashInferAttention)
-    graphs = DecodeGraphs(model, model.backend, cache, [1, 2], NoGraph, lambda layer: None)
-    hidden = graphs.run(ForwardBatch.build([([4], 9)], [[1, 2]]))
-    assert (hidden.device, len(hidden)) == (ELSEWHERE, 1)
+    with OneDevice():
+        model = load_model(path, "bfloat16", flashinfer_platform(KERNELS, ELSEWHERE, (torch.bfloat16,)))
+        shape = model.cache_shape
+        elements = shape.layers * 4 * 8 * shape.head_dim * shape.kv_heads * (1 if shape.latent else 2)
+        buffer = torch.empty(elements * 2, dtype=torch.uint8, device=ELSEWHERE)
+        cache = open_cache(buffer, shape, order="HND", pages=4, page_size=8, dtype=model.dtype)
+        batch = ForwardBatch.build([([1, 2, 3], 0), ([4], 9)], [[0], [1, 2]], ELSEWHERE)
+        logits = model.logits(model.forward(batch, cache))
+        assert (logits.device, logits.dtype, len(logits)) == (ELSEWHERE, torch.float32, 4)
+        assert isinstance(model.backend, FlashInferAttention)
+        graphs = DecodeGraphs(model, model.backend, cache, [1, 2], NoGraph, lambda layer: None)
+        hidden = graphs.run(ForwardBatch.build([([4], 9)], [[1, 2]]))
+        assert (hidden.device, len(hidden)) == (ELSEWHERE, 1)
+
+
+def test_what_is_left_on_the_cpu_is_noticed():
+    with OneDevice(), pytest.raises(AssertionError, match="mixes devices"):
+        torch.empty(3, 4, device=ELSEWHERE) @ torch.empty(4, 2)
