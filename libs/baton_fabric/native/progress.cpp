@@ -177,19 +177,24 @@ void Progress::turn() {
             command();
         }
     }
+    const uint64_t before = metrics_.writes.get();
+    bool moved = false;
     for (const auto &counter : counters_.all()) {
         if (counter->refresh()) {
             sender_.counter_moved(*counter, now);
-            active = true;
+            moved = true;
         }
     }
-    // Completions first: they may be what a deadline waits for.
+    if (moved) {
+        sender_.post(now);  // a poll may take long, and only what was in flight already waits for it
+        active = true;
+    }
+    // Completions before deadlines: they may be what one waits for.
     active |= poll(now) != 0;
     if (faults_) {
         let_faults_go(now);
     }
     sender_.check_deadlines(now);
-    const uint64_t before = metrics_.writes.get();
     const bool more = sender_.post(now);
     active |= more || metrics_.writes.get() != before;
 
