@@ -79,18 +79,18 @@ async def worker_rig(
     its_section = settings.prefill if role == registry_pb2.WORKER_ROLE_PREFILL else settings.decode
     worker = Worker(settings, its_section, role, metrics, hooks, with_agent=with_agent)
     add(worker)
-    host = worker._make_engine()
-    await host.start()
+    made = worker._make_engines()
+    await made.start()
     await worker._server.start()
     try:
         if with_agent:
-            await host.link.session(5)
+            await worker.engine.link.session(5)
         async with open_channel(worker._server.addresses[0]) as channel:
             yield Rig(agent, engines, worker, channel)
     finally:
         await worker._server.stop(0)
         await worker.background.drain(1)
-        await host.stop()
+        await made.stop()
         await worker._close()
         if agent is not None:
             await agent.close()

@@ -161,8 +161,15 @@ class WorkerSettings(Section):
     advertise_host: str | None = Field(
         default=None, description="Host that others reach it by; needed where listen is a wildcard"
     )
+    tensor_parallel: PositiveInt = Field(
+        default=1,
+        description="Model processes that share an engine: each has a part of the weights and of the KV heads; more "
+        "than there are KV heads must be a multiple of them. CPUs and threads are shared out among them",
+    )
     page_size: PositiveInt = Field(default=16, description="Tokens in a page of the KV cache")
-    kv_bytes: ByteSize = Field(default=ByteSize(1 << 30), description="Memory for the KV cache, such as 512MiB")
+    kv_bytes: ByteSize = Field(
+        default=ByteSize(1 << 30), description="Memory for the KV cache of each model process, such as 512MiB"
+    )
     chunk_tokens: PositiveInt = Field(default=512, description="Prompt tokens computed in one forward step at most")
     max_batch: PositiveInt = Field(default=32, description="Requests in one forward step at most")
     max_waiting: PositiveInt = Field(default=256, description="Requests that wait for pages at most; more are refused")
@@ -187,6 +194,12 @@ class PrefillSettings(WorkerSettings):
 
 class DecodeSettings(WorkerSettings):
     metrics: str = Field(default="127.0.0.1:9102", description="Address of /metrics and /healthz; empty: none")
+    data_parallel: PositiveInt = Field(
+        default=1,
+        description="Engines of the worker, each with all weights, a KV cache and a batch of its own (and with "
+        "tensor_parallel model processes); a request runs on one of them. For models with a latent cache, of which "
+        "every tensor-parallel rank holds a copy",
+    )
     local_prefill: LocalPrefill = Field(
         default="never",
         description="Whether a decode worker computes prompts itself: never, as a fallback when prefill workers fail "

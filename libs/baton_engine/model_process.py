@@ -53,9 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An agent that is up answers within milliseconds; meanwhile no step runs.
-_HANDOFF_TIMEOUT_S = 10.0
-
 
 class ModelProcess:
     """The loop: one message from the worker at a time, and an eye on the hand-off connection."""
@@ -157,40 +154,13 @@ class ModelProcess:
             self._send(result)
 
     def _attach(self, message: Attach) -> None:
-        from baton_memory import Handoff, hand_over
+        from baton_engine.offering import offer_cache
 
         self._drop_agent()
         try:
             if self._executor is None or self._info is None or self._spec is None:
                 raise EngineError("no model is loaded")
-            executor, info, spec = self._executor, self._info, self._spec
-            layout = {
-                "order": info.order,
-                "layers": info.layers,
-                "pages": info.pages,
-                "page_size": info.page_size,
-                "kv_heads": executor.layout.kv_heads,
-                "kv_heads_total": info.kv_heads,
-                "head_dim": info.head_dim,
-                "element_size": info.element_size,
-                "dtype": info.dtype,
-            }
-            regions = [executor.memory.region("kv")]
-            connection = hand_over(
-                message.handoff_path,
-                Handoff(
-                    message.session,
-                    spec.dp_rank * spec.ranks + spec.rank,
-                    spec.ranks * spec.data_parallel,
-                    layout,
-                    regions,
-                    spec.data_parallel,
-                ),
-                [executor.memory.fd],
-                executor.counter.memory_fd,
-                executor.counter.doorbell_fd,
-                timeout=_HANDOFF_TIMEOUT_S,
-            )
+            connection = offer_cache(self._executor, self._info, self._spec, message.handoff_path, message.session)
         except Exception as error:
             self._send(AttachRefused(message.session, _reason(error), _text(error)))
             return

@@ -1,4 +1,4 @@
-"""Keeps one engine attached to its node's transfer agent, across restarts of the agent."""
+"""Keeps a worker's engines attached to their node's transfer agent, across restarts of the agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from baton.v1 import agent_pb2, agent_pb2_grpc
@@ -30,12 +30,13 @@ class AgentLink:
 
     def __init__(
         self,
-        client: EngineClient,
+        clients: Sequence[EngineClient],
         channel: grpc.aio.Channel,
         on_change: Callable[[], None],
     ) -> None:
-        """`on_change` hears of every new session and of every loss."""
-        self._client = client
+        """`clients`: the engines, which attach under one session; `on_change` hears of every new one and of every
+        loss."""
+        self._clients = clients
         self._channel = channel
         self._on_change = on_change
         self._session: AgentSession | None = None
@@ -129,7 +130,12 @@ class AgentLink:
         gone = self._gone[number] = asyncio.get_running_loop().create_future()
         session: AgentSession | None = None
         try:
-            await self._client.attach(agent.handoff_path, number)
+            attaching = [asyncio.create_task(client.attach(agent.handoff_path, number)) for client in self._clients]
+            try:
+                await asyncio.gather(*attaching)
+            finally:
+                # No engine may be asked again while it still answers.
+                await asyncio.gather(*attaching, return_exceptions=True)
             session = AgentSession(number, self._channel, agent.agent, gone)
             await session.ready(READY_TIMEOUT_S)
             return session

@@ -1,12 +1,10 @@
-"""One life of the engine: a model process with its page pool, its scheduler and its place at the agent."""
+"""One life of an engine: its model processes with a page pool, a scheduler and a place at the agent."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-
-import grpc
 
 from baton_engine.client import EngineClient
 from baton_engine.errors import EngineError
@@ -17,7 +15,6 @@ from baton_kv.pool import PagePool
 from baton_kv.prefix import PageChain
 from baton_kv.shards import ShardMap
 from baton_worker.agent_link import AgentLink
-from baton_worker.agent_session import AgentSession
 from baton_worker.background import first_of
 from baton_worker.engine_actor import EngineActor, StepHooks
 from baton_worker.errors import AgentUnavailable
@@ -28,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class EngineHost:
-    """Dies as a whole with its model process: what was in the cache is gone, so nothing of it is kept.
+    """Dies as a whole with its model processes: what was in the cache is gone, so nothing of it is kept.
 
-    A `Child` of a supervisor, which makes the next one.
+    One data-parallel rank of a worker: see `WorkerEngines`, which owns it.
     """
 
     def __init__(
@@ -41,24 +38,21 @@ class EngineHost:
         max_waiting: int,
         start_timeout_s: float,
         prefix_cache: bool = False,
-        agent_channel: grpc.aio.Channel | None,
         hooks: StepHooks,
         on_change: Callable[[], None],
         on_step: Callable[[StepPlan, StepResult], None] | None = None,
     ) -> None:
-        """`agent_channel` None: a worker that moves no pages. `on_change`: `ready` may answer differently now."""
+        """`on_change`: `alive` may answer differently now."""
         self._spec = spec
         self._chunk_tokens = chunk_tokens
         self._max_waiting = max_waiting
         self._start_timeout_s = start_timeout_s
         self._prefix_cache = prefix_cache
-        self._agent_channel = agent_channel
         self._hooks = hooks
         self._on_change = on_change
         self._on_step = on_step
         self._link: AgentLink | None = None
         self._alive = False
-        self._ending = "the worker is shutting down"
 
     client: EngineClient
     actor: EngineActor
@@ -69,8 +63,13 @@ class EngineHost:
         return self.client.info
 
     @property
+    def dp_rank(self) -> int:
+        """Which of the worker's engines this is."""
+        return self._spec.dp_rank
+
+    @property
     def layout(self) -> PageLayout:
-        """This rank's cache."""
+        """The engine's cache, as if one rank held it."""
         info = self.info
         return PageLayout(
             order=info.order,
@@ -84,7 +83,8 @@ class EngineHost:
 
     @property
     def shard_map(self) -> ShardMap:
-        return ShardMap(self.info.kv_heads, self.info.ranks, mla=self.info.order == "MLA")
+        """Of the whole worker."""
+        return ShardMap(self.info.kv_heads, self.info.ranks, self._spec.data_parallel, mla=self.info.order == "MLA")
 
     @property
     def alive(self) -> bool:
@@ -101,14 +101,9 @@ class EngineHost:
         """What a prompt's pages are called in the prefix cache; None if there is none."""
         return PrefixNames(self.info).chain(prompt, salt) if self._prefix_cache else None
 
-    @property
-    def session(self) -> AgentSession | None:
-        return self._link.current if self._link is not None else None
-
-    @property
-    def ready(self) -> bool:
-        """Able to serve: the model is loaded and, if there is an agent, attached to it."""
-        return self._alive and (self._link is None or self.session is not None)
+    def join_link(self, link: AgentLink) -> None:
+        """From now on the worker's engines are at the agent through `link`, which their owner keeps."""
+        self._link = link
 
     async def start(self) -> None:
         self.client = await EngineClient.start(
@@ -133,39 +128,31 @@ class EngineHost:
         )
         self.actor = EngineActor(self.client, scheduler, self.reserver, self._hooks, self._on_step)
         await self.actor.start()
-        if self._agent_channel is not None:
-            self._link = AgentLink(self.client, self._agent_channel, self._on_change)
-            self._link.start()
 
     async def join(self) -> None:
-        """Until the model process, the scheduler or the link to the agent fails; raises what it failed of, with
-        everything torn down."""
-        parts = [asyncio.create_task(self.actor.join())]
-        if self._link is not None:
-            parts.append(asyncio.create_task(self._link.join()))
+        """Until a model process or the scheduler fails; raises what it failed of, with everything torn down."""
+        acting = asyncio.create_task(self.actor.join())
         try:
-            await first_of(*parts, self.client.exited)
+            await first_of(acting, self.client.exited)
         finally:
-            for part in parts:
-                part.cancel()
-        failures = [part.exception() for part in parts if part.done() and not part.cancelled()]
-        failure = next((error for error in failures if error), EngineError("the scheduler stopped"))
+            acting.cancel()
+        failure: BaseException | None = None
         if self.client.exited.done():
             failure = self.client.exited.result()
-        self._ending = self.actor.ending = f"the engine failed: {failure}"
-        await self.stop()
+        elif not acting.cancelled():
+            failure = acting.exception()
+        failure = failure or EngineError("the scheduler stopped")
+        await self.stop(f"the engine failed: {failure}")
         raise failure
 
-    async def stop(self) -> None:
-        """Idempotent."""
+    async def stop(self, why: str = "the worker is shutting down") -> None:
+        """Whoever is served or waits for pages is told `why`. Idempotent."""
         self._alive = False
         self._on_change()
-        self.reserver.close(self._ending)
+        self.actor.ending = why
+        self.reserver.close(why)
         await self.actor.stop()
-        # The model process first: the end of its hand-off connection is what ends the session at the agent.
         await self.client.stop()
-        if self._link is not None:
-            await self._link.stop()
 
     def _agent_lost(self, lost: AgentLost) -> None:
         if self._link is not None:

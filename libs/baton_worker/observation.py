@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from baton_telemetry.metrics import WorkerMetrics
 from baton_worker.engine_host import EngineHost
@@ -19,15 +19,14 @@ def quarantined_pages(host: EngineHost, reason: str) -> int:
     return sum(entry.pages for entry in host.reserver.pool.quarantines.values() if entry.reason == reason)
 
 
-def observe(metrics: WorkerMetrics, engine: Callable[[], EngineHost | None]) -> None:
-    """`engine` gives the present engine, or None."""
+def observe(metrics: WorkerMetrics, engines: Callable[[], Sequence[EngineHost]]) -> None:
+    """`engines` gives the present ones: the gauges are sums over them."""
+
+    def living() -> list[EngineHost]:
+        return [host for host in engines() if host.alive]
 
     def read(value: Callable[[EngineHost], float]) -> Callable[[], float]:
-        def now() -> float:
-            host = engine()
-            return value(host) if host is not None and host.alive else 0.0
-
-        return now
+        return lambda: sum(map(value, living()))
 
     metrics.running_requests.set_function(read(lambda host: host.actor.scheduler.running))
     metrics.waiting_requests.set_function(read(lambda host: host.actor.scheduler.waiting + host.reserver.waiting))
@@ -40,17 +39,17 @@ def observe(metrics: WorkerMetrics, engine: Callable[[], EngineHost | None]) -> 
             read(lambda host, reason=reason: quarantined_pages(host, reason))  # type: ignore[misc]
         )
     metrics.oldest_quarantine_seconds.set_function(
-        read(lambda host: host.reserver.pool.oldest_quarantine_age(time.monotonic()))
+        lambda: max((host.reserver.pool.oldest_quarantine_age(time.monotonic()) for host in living()), default=0.0)
     )
 
     def prefix_cache() -> dict[str, float]:
-        host = engine()
-        if host is None or not host.alive:
+        reservers = [host.reserver for host in living()]
+        if not reservers:
             return {}
         return {
-            "queries": host.reserver.prefixes.queried_tokens,
-            "hits": host.reserver.prefixes.found_tokens,
-            "evictions": host.reserver.pool.evicted,
+            "queries": sum(reserver.prefixes.queried_tokens for reserver in reservers),
+            "hits": sum(reserver.prefixes.found_tokens for reserver in reservers),
+            "evictions": sum(reserver.pool.evicted for reserver in reservers),
         }
 
     metrics.read_prefix_cache(prefix_cache)

@@ -21,6 +21,7 @@ from baton_config.models import resolve_model, served_name
 from baton_config.sections import WorkerSettings
 from baton_config.settings import Settings
 from baton_engine.messages import EngineSpec, StepPlan, StepResult
+from baton_engine.ranks import engine_specs
 from baton_rpc.addresses import advertised_address
 from baton_rpc.channel import open_channel
 from baton_rpc.layouts import layout_message
@@ -31,8 +32,9 @@ from baton_telemetry.metrics import WorkerMetrics
 from baton_worker.agent_session import AgentSession
 from baton_worker.background import BackgroundTasks
 from baton_worker.channels import ChannelCache
-from baton_worker.engine_actor import StepHooks
+from baton_worker.engine_actor import EngineActor, StepHooks
 from baton_worker.engine_host import EngineHost
+from baton_worker.engines import WorkerEngines
 from baton_worker.errors import EngineUnavailable
 from baton_worker.observation import observe
 from baton_worker.registration import Registration
@@ -58,7 +60,9 @@ class Worker:
         hooks: StepHooks,
         *,
         with_agent: bool,
+        data_parallel: int = 1,
     ) -> None:
+        """`data_parallel`: engines, each with a cache and a scheduler of its own."""
         self.role = role
         self.kind = registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
         self.worker_id = section.worker_id or f"{self.kind}-{os.getpid()}"
@@ -68,9 +72,10 @@ class Worker:
         self._metrics = metrics
         self._hooks = hooks
         self._with_agent = with_agent
+        self._data_parallel = data_parallel
         self._incarnation = secrets.randbits(64)
         self._sequence_ids = itertools.count(1)
-        self._engine: EngineHost | None = None
+        self._engines: WorkerEngines | None = None
         # The latest, kept to tell a new one from the same.
         self._session: AgentSession | None = None
         self._tls = tls_files(settings.tls)
@@ -85,20 +90,25 @@ class Worker:
         self._address = ""
         # Once: a restart must not fail of a path that was good at the start.
         self._model_path = str(resolve_model(settings.model.name))
-        observe(metrics, lambda: self._engine)
+        observe(metrics, lambda: self._engines.hosts if self._engines is not None else ())
 
     # --- for the servicers ----------------------------------------------------------------------------------------
 
     @property
-    def engine(self) -> EngineHost:
-        """The present engine; raises EngineUnavailable while there is none."""
-        if self._engine is None or not self._engine.alive:
+    def engines(self) -> WorkerEngines:
+        """The present ones; raises EngineUnavailable while there are none."""
+        if self._engines is None or not self._engines.alive:
             raise EngineUnavailable("the model process is not there: it is starting, or starting again")
-        return self._engine
+        return self._engines
+
+    @property
+    def engine(self) -> EngineHost:
+        """The present engine of a worker that has one; raises EngineUnavailable."""
+        return self.engines.hosts[0]
 
     @property
     def max_model_len(self) -> int:
-        own = self.engine.info.max_model_len
+        own = self.engines.info.max_model_len
         limit = self._settings.model.max_model_len
         return own if limit is None else min(own, limit)
 
@@ -125,7 +135,7 @@ class Worker:
             metrics = MetricsServer(self._metrics.registry, self._unhealthy)
             await metrics.start(self.section.metrics)
             stack.push_async_callback(metrics.stop)
-            await supervisor.start("engine", self._make_engine)
+            await supervisor.start("engine", self._make_engines)
             stack.push_async_callback(supervisor.stop)
             # Refused and cancelled before the engine goes, so that their cleanup still finds it.
             stack.push_async_callback(self.background.drain, SHUTDOWN_GRACE_S)
@@ -143,9 +153,9 @@ class Worker:
         if self._agent is not None:
             await self._agent.close()
 
-    def _make_engine(self) -> EngineHost:
+    def _make_engines(self) -> WorkerEngines:
         section, model = self.section, self._settings.model
-        if self._engine is not None:
+        if self._engines is not None:
             self._metrics.engine_restarts.inc()
         spec = EngineSpec(
             model_path=self._model_path,
@@ -159,22 +169,26 @@ class Worker:
             cpus=section.cpus,
             max_batch=section.max_batch,
             role=self.kind,
+            ranks=section.tensor_parallel,
         )
-        self._engine = EngineHost(
-            spec,
-            chunk_tokens=section.chunk_tokens,
-            max_waiting=section.max_waiting,
-            start_timeout_s=section.start_timeout_s,
-            prefix_cache=section.prefix_cache,
-            agent_channel=self._agent,
-            hooks=self._hooks,
-            on_change=self._engine_changed,
-            on_step=self._step_done,
-        )
-        return self._engine
+        hosts = [
+            EngineHost(
+                each,
+                chunk_tokens=section.chunk_tokens,
+                max_waiting=section.max_waiting,
+                start_timeout_s=section.start_timeout_s,
+                prefix_cache=section.prefix_cache,
+                hooks=self._hooks,
+                on_change=self._engines_changed,
+                on_step=self._step_done,
+            )
+            for each in engine_specs(spec, self._data_parallel)
+        ]
+        self._engines = WorkerEngines(hosts, self._agent, self._engines_changed)
+        return self._engines
 
-    def _engine_changed(self) -> None:
-        session = self._engine.session if self._engine is not None else None
+    def _engines_changed(self) -> None:
+        session = self._engines.session if self._engines is not None else None
         if session is not None and session is not self._session:
             if self._session is not None:
                 self._metrics.agent_reconnects.inc()
@@ -189,11 +203,10 @@ class Worker:
     # --- what others see ------------------------------------------------------------------------------------------
 
     def _describe(self) -> registry_pb2.WorkerInfo | None:
-        engine = self._engine
-        if engine is None or not engine.ready:
+        engines = self._engines
+        if engines is None or not engines.ready:
             return None
-        info = engine.info
-        session = engine.session
+        info, session, shards = engines.info, engines.session, engines.shard_map
         return registry_pb2.WorkerInfo(
             worker_id=self.worker_id,
             role=self.role,
@@ -205,22 +218,23 @@ class Worker:
                 max_model_len=self.max_model_len,
                 vocab_size=info.vocab_size,
             ),
-            layout=layout_message(engine.layout, info.dtype, info.kv_heads),
-            sharding=common_pb2.Sharding(tensor_parallel=info.ranks, data_parallel=1),
+            layout=layout_message(engines.layout, info.dtype, info.kv_heads),
+            sharding=common_pb2.Sharding(tensor_parallel=shards.tp, data_parallel=shards.dp),
             agent=session.descriptor if session is not None else None,
         )
 
     def _load(self) -> registry_pb2.WorkerLoad:
-        engine = self._engine
-        if engine is None or not engine.alive:
+        engines = self._engines
+        if engines is None or not engines.alive:
             return registry_pb2.WorkerLoad()
-        scheduler, reserver = engine.actor.scheduler, engine.reserver
+        schedulers = [host.actor.scheduler for host in engines.hosts]
+        reservers = [host.reserver for host in engines.hosts]
         return registry_pb2.WorkerLoad(
-            running_requests=scheduler.running,
-            waiting_requests=scheduler.waiting + reserver.waiting,
-            free_pages=reserver.pool.free,
-            total_pages=reserver.pool.total,
-            queued_prompt_tokens=scheduler.queued_prompt_tokens,
+            running_requests=sum(scheduler.running for scheduler in schedulers),
+            waiting_requests=sum(host.actor.scheduler.waiting + host.reserver.waiting for host in engines.hosts),
+            free_pages=sum(reserver.pool.free for reserver in reservers),
+            total_pages=sum(reserver.pool.total for reserver in reservers),
+            queued_prompt_tokens=sum(scheduler.queued_prompt_tokens for scheduler in schedulers),
         )
 
     def _unhealthy(self) -> dict[str, object] | None:
@@ -228,15 +242,19 @@ class Worker:
 
     async def _watch_health(self) -> None:
         """Healthy is who can serve and makes progress: a step that does not end is not health."""
-        steps, since = -1, time.monotonic()
+        progress: dict[EngineActor, tuple[int, float]] = {}
         while True:
-            engine = self._engine
-            healthy = engine is not None and engine.ready
-            if engine is not None and engine.alive:
-                actor = engine.actor
-                if actor.steps_done != steps or actor.scheduler.in_flight is None:
-                    steps, since = actor.steps_done, time.monotonic()
-                healthy = healthy and time.monotonic() - since < STALL_S
+            engines = self._engines
+            healthy = engines is not None and engines.ready
+            if engines is not None and engines.alive:
+                now = time.monotonic()
+                for actor in [host.actor for host in engines.hosts]:
+                    steps, since = progress.get(actor, (-1, now))
+                    if actor.steps_done != steps or actor.scheduler.in_flight is None:
+                        since = now
+                    progress[actor] = actor.steps_done, since
+                    healthy = healthy and now - since < STALL_S
+                progress = {host.actor: progress[host.actor] for host in engines.hosts}
             if healthy != self._serving:
                 self._serving = healthy
                 for service in self._services:

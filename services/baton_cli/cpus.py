@@ -4,19 +4,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 
-def assign_cpus(cpus: Sequence[int], prefill: int, decode: int) -> list[tuple[int, ...]]:
+def assign_cpus(
+    cpus: Sequence[int], prefill: int, decode: int, prefill_ranks: int = 1, decode_ranks: int = 1
+) -> list[tuple[int, ...]]:
     """CPUs of the prefill workers, then of the decode workers; empty: any.
 
-    Prefill and decode never share a CPU where there are two: a decode step beside a prefill would wait for it. Prefill
-    gets the larger part, since it is bound by arithmetic and decode by memory. Workers of one kind share their part
-    evenly, and take turns on its CPUs if they are more than those.
+    Prefill and decode never share a CPU where there are two: a decode step beside a prefill would wait for it. Each
+    gets a part by its number of model processes (`..._ranks` of each worker), and prefill what is over, since it is
+    bound by arithmetic and decode by memory. Workers of one kind share their part evenly, and take turns on its CPUs
+    if they are more than those.
     """
     workers = prefill + decode
     if len(cpus) < 2 or workers == 0:
         return [()] * workers
     if prefill == 0 or decode == 0:
         return _divide(cpus, workers)
-    for_decode = max(1, min(len(cpus) - 1, len(cpus) * decode // workers))
+    decoding = decode * decode_ranks
+    for_decode = max(1, min(len(cpus) - 1, len(cpus) * decoding // (prefill * prefill_ranks + decoding)))
     split = len(cpus) - for_decode
     return _divide(cpus[:split], prefill) + _divide(cpus[split:], decode)
 

@@ -37,6 +37,8 @@ Grpc = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="gRPC API")]
 Registry = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="registry of workers, at the gateway")]
 Listen = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="the service's own gRPC address")]
 AgentSocket = Annotated[str | None, typer.Option("--agent", metavar="unix:PATH", help="socket of this node's agent")]
+TensorParallel = Annotated[int | None, typer.Option("--tp", min=1, help="model processes that share an engine")]
+DataParallel = Annotated[int | None, typer.Option("--dp", min=1, help="engines, each with a cache of its own")]
 Parent = Annotated[int | None, typer.Option(hidden=True)]
 MaxTokens = Annotated[int, typer.Option(min=1, help="tokens to generate at most")]
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy [default: 1]")]
@@ -58,6 +60,13 @@ def up(
     *,
     prefill: Annotated[int | None, typer.Option(min=0, help="prefill workers")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="decode workers")] = None,
+    prefill_tp: Annotated[
+        int | None, typer.Option(min=1, help="model processes of each prefill worker, which share its engine")
+    ] = None,
+    decode_tp: Annotated[
+        int | None, typer.Option(min=1, help="model processes of each engine of a decode worker")
+    ] = None,
+    decode_dp: Annotated[int | None, typer.Option(min=1, help="engines of each decode worker")] = None,
     colocated: Annotated[
         bool | None, typer.Option("--colocated", help="workers that do both, without transfers")
     ] = None,
@@ -90,6 +99,8 @@ def up(
                 "run_directory": run_directory,
             },
             "model": {"name": model, "dtype": dtype, "quantization": quantization, "device": device},
+            "prefill": {"tensor_parallel": prefill_tp},
+            "decode": {"tensor_parallel": decode_tp, "data_parallel": decode_dp},
             "agent": {"transport": transport},
             "gateway": {"http": http, "grpc": grpc},
         },
@@ -170,6 +181,7 @@ def prefill_worker(
     dtype: Dtype = None,
     quantization: Quantization = None,
     device: Device = None,
+    tp: TensorParallel = None,
     config: Config = None,
     assignments: Set = None,
     parent: Parent = None,
@@ -185,6 +197,7 @@ def prefill_worker(
         quantization=quantization,
         device=device,
     )
+    flags["prefill"]["tensor_parallel"] = tp
     run_service("prefill-worker", _settings(config, assignments, flags), parent)
 
 
@@ -198,6 +211,8 @@ def decode_worker(
     dtype: Dtype = None,
     quantization: Quantization = None,
     device: Device = None,
+    tp: TensorParallel = None,
+    dp: DataParallel = None,
     config: Config = None,
     assignments: Set = None,
     parent: Parent = None,
@@ -213,6 +228,7 @@ def decode_worker(
         quantization=quantization,
         device=device,
     )
+    flags["decode"] |= {"tensor_parallel": tp, "data_parallel": dp}
     run_service("decode-worker", _settings(config, assignments, flags), parent)
 
 

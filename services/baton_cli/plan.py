@@ -63,7 +63,8 @@ def plan_cluster(settings: Settings, run_directory: Path, ports: Iterator[int], 
 
     names = [f"prefill-{number}" for number in range(prefill)]
     names += [f"decode-{number}" for number in range(cluster.decode_workers)]
-    shares = assign_cpus(cpus, prefill, cluster.decode_workers) if cluster.pin_cpus else [()] * len(names)
+    ranks = settings.prefill.tensor_parallel, settings.decode.tensor_parallel * settings.decode.data_parallel
+    shares = assign_cpus(cpus, prefill, cluster.decode_workers, *ranks) if cluster.pin_cpus else [()] * len(names)
     planner = _WorkerPlanner(settings, run_directory, ports, names)
     gateway = ServicePlan(
         "gateway", "gateway", settings, settings.gateway.grpc, f"http://{settings.gateway.http}/metrics"

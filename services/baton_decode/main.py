@@ -18,7 +18,9 @@ async def run(settings: Settings) -> None:
     colocated = section.local_prefill == "always"
     role = registry_pb2.WORKER_ROLE_COLOCATED if colocated else registry_pb2.WORKER_ROLE_DECODE
     metrics = DecodeMetrics()
-    worker = Worker(settings, section, role, metrics, NoHooks(), with_agent=not colocated)
+    worker = Worker(
+        settings, section, role, metrics, NoHooks(), with_agent=not colocated, data_parallel=section.data_parallel
+    )
     receiver = KvReceiver(worker, section, metrics)
     worker.add(
         decode_pb2_grpc.add_DecodeServicer_to_server,

@@ -151,7 +151,7 @@ class KvReceiver:
         if self._settings.checksum != "none":
             tokens = transfer_tokens(prompt_tokens, prefix_tokens, worker.layout.page_size, info.page_size)
             checked = Checked(destination, tokens)
-        inbox = await self._open(session, worker.agent, expected, checked)
+        inbox = await self._open(session, worker.agent, expected, checked, engine.dp_rank)
         # From here on the inbox owns the pages too: a write may be under way until it is closed.
         owner = ("inbox", session.session, *inbox.key)
         engine.reserver.hold(list(destination), owner)
@@ -211,11 +211,15 @@ class KvReceiver:
 
     @staticmethod
     async def _open(
-        session: AgentSession, sender: common_pb2.AgentDescriptor, expected: int, checked: Checked | None
+        session: AgentSession,
+        sender: common_pb2.AgentDescriptor,
+        expected: int,
+        checked: Checked | None,
+        dp_rank: int,
     ) -> Inbox:
         """Raises AgentUnavailable and TransferBroken: what this node's agent refuses is no fault of the request."""
         try:
-            return await session.open_inbox(sender, expected, checked)
+            return await session.open_inbox(sender, expected, checked, dp_rank=dp_rank)
         except RemoteError as error:
             raise TransferBroken(f"the agent refused an inbox: {error}", cause=error.reason) from error
 

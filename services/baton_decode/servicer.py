@@ -16,7 +16,7 @@ from baton_actors.deadline import Deadline
 from baton_config.sections import DecodeSettings
 from baton_decode.receiver import KvReceiver, Received, for_want_of_room
 from baton_engine import messages
-from baton_engine.messages import FinishReason, Sampling
+from baton_engine.messages import EngineInfo, FinishReason, Sampling
 from baton_engine.scheduler import Finished, NewTokens, PrefillAdvanced, Sequence
 from baton_rpc.deadline import incoming_deadline
 from baton_rpc.errors import RemoteError
@@ -70,15 +70,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.DecodeGenerateRequest, context: Context
     ) -> AsyncGenerator[decode_pb2.DecodeGenerateResponse, None]:
         account = _Account(self._worker.worker_id)
-        engine = self._worker.engine
-        self._validate(engine, request)
+        engines = self._worker.engines
+        self._validate(engines.info, request)
         prompt = tuple(request.prompt_token_ids)
         sequence_id = self._worker.next_sequence_id()
         owner = ("request", sequence_id)
         # The last token drawn is never written.
-        count = -(-(len(prompt) + request.sampling.max_tokens - 1) // engine.info.page_size)
+        count = -(-(len(prompt) + request.sampling.max_tokens - 1) // engines.info.page_size)
         deadline = incoming_deadline(context, self._settings.queue_timeout_s)
-        chain = engine.chain(prompt, request.cache_salt)
+        chain = engines.chain(prompt, request.cache_salt)
+        engine = engines.place(count, chain)
         reservation = await engine.reserver.reserve(owner, count, deadline.remaining(), chain)
         account.reserved(reservation.cached * engine.info.page_size)
         self._metrics.queue_seconds.observe(account.timeline.reserve_us / 1e6)
@@ -106,14 +107,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             else:
                 engine.reserver.release(owner)
 
-    def _validate(self, engine: EngineHost, request: decode_pb2.DecodeGenerateRequest) -> None:
+    def _validate(self, info: EngineInfo, request: decode_pb2.DecodeGenerateRequest) -> None:
         """Raises InvalidRequest and ContextLengthExceeded."""
         prompt, sampling = request.prompt_token_ids, request.sampling
         if not prompt:
             raise InvalidRequest("the prompt has no tokens; it needs at least one")
-        if max(prompt) >= engine.info.vocab_size:
+        if max(prompt) >= info.vocab_size:
             raise InvalidRequest(
-                f"token id {max(prompt)} is outside the vocabulary of {engine.info.vocab_size}", token_id=max(prompt)
+                f"token id {max(prompt)} is outside the vocabulary of {info.vocab_size}", token_id=max(prompt)
             )
         if sampling.max_tokens < 1:
             raise InvalidRequest("max_tokens is 0; it must be at least 1", max_tokens=0)

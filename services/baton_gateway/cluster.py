@@ -166,5 +166,11 @@ class _Channel:
 
 
 def _named(lease: Lease) -> tuple[str, str, str]:
-    worker = lease.worker
-    return worker.worker_id, ROLE_NAMES.get(worker.role, str(worker.role)), worker.address
+    worker, sharding = lease.worker, lease.worker.sharding
+    role = ROLE_NAMES.get(worker.role, str(worker.role))
+    ranks = [
+        f"{count} x {name}"
+        for name, count in (("tensor-parallel", sharding.tensor_parallel), ("data-parallel", sharding.data_parallel))
+        if count > 1
+    ]
+    return worker.worker_id, ", ".join((role, *ranks)), worker.address

@@ -156,8 +156,9 @@ class Dispatcher:
 
 
 def _room(worker: registry_pb2.WorkerInfo) -> int:
-    """Most tokens of prompt and answer that the worker's page pool can hold; the last one drawn is never written."""
-    pages = worker.load.total_pages
+    """Most tokens of prompt and answer that one page pool of the worker can hold; the last one drawn is never
+    written."""
+    pages = worker.load.total_pages // (worker.sharding.data_parallel or 1)
     return pages * worker.layout.page_size + 1 if pages else worker.model.max_model_len
 
 

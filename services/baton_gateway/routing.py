@@ -104,9 +104,11 @@ def _decode_rank(candidate: Candidate, tokens: int | None) -> tuple[int, int, in
     tokens = candidate.worker.model.max_model_len if tokens is None else tokens
     page_size = candidate.worker.layout.page_size
     pages = -(-tokens // page_size) if page_size else 0
-    if load.total_pages and pages > load.total_pages:
+    # A request is on one of the worker's engines; they share its requests out evenly.
+    engines = candidate.worker.sharding.data_parallel or 1
+    if load.total_pages and pages > load.total_pages // engines:
         room = 2
-    elif load.total_pages and pages > load.free_pages:
+    elif load.total_pages and pages > load.free_pages // engines:
         room = 1
     else:
         room = 0

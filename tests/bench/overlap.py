@@ -51,7 +51,7 @@ class Side:
             model_path=str(resolve_model("smollm2")), page_size=PAGE_SIZE, pages=pages, threads=1, cpus=(cpu,)
         )
         client = await EngineClient.start(spec)
-        link = AgentLink(client, open_channel(socket), lambda: None)
+        link = AgentLink([client], open_channel(socket), lambda: None)
         link.start()
         return cls(client, link, await link.session(30))
 

@@ -336,7 +336,7 @@ async def test_a_client_that_leaves_has_its_call_cancelled_and_its_inbox_closed_
 async def test_a_client_that_leaves_at_any_wait(rig, where):
     gate = Gate()
     if where == "session":
-        session = rig.host.session
+        session = rig.host.link.current
         rig.engine.attach_failures = 10
         rig.agent.end(session.session)
         await session.lost
@@ -414,14 +414,14 @@ async def test_the_loss_of_the_agent_ends_a_quarantine(rig, monkeypatch):
     await rig.prefills[0].run()
     fetching.cancel()
     await until(lambda: rig.pool.quarantined == 3, "the quarantine")
-    rig.agent.end(rig.host.session.session)
+    rig.agent.end(rig.host.link.current.session)
     await rig.idle()
 
 
 async def test_the_loss_of_the_agent_while_waiting_is_another_attempt_through_the_next_session(rig):
     fetching = start(rig)
     await rig.prefills[0].run()
-    session = rig.host.session
+    session = rig.host.link.current
     rig.agent.inboxes.clear()
     rig.agent.end(session.session)
     again = await rig.prefills[1].run()
@@ -433,7 +433,7 @@ async def test_the_loss_of_the_agent_while_waiting_is_another_attempt_through_th
 
 async def test_without_an_agent_there_is_no_prefill(rig, monkeypatch):
     monkeypatch.setattr(module, "AGENT_WAIT_S", 0.01)
-    session = rig.host.session
+    session = rig.host.link.current
     rig.engine.attach_failures = 1000
     rig.agent.end(session.session)
     await session.lost

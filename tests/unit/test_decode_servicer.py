@@ -346,7 +346,7 @@ async def test_a_failed_step_and_a_dead_engine_are_told(rig):
     message = request(rig, tokens=1)
     call = rig.stub.Generate(message)
     await rig.engine.begun(1)
-    joining = asyncio.create_task(rig.host.join())
+    joining = asyncio.create_task(rig.worker.engines.join())
     rig.engine.die()
     error = await failure(call)
     assert (error.status, error.reason) == ("UNAVAILABLE", "ENGINE_UNAVAILABLE")
@@ -357,7 +357,7 @@ async def test_a_failed_step_and_a_dead_engine_are_told(rig):
 async def test_an_engine_that_dies_while_the_pages_arrive(rig):
     call = rig.stub.Generate(request(rig))
     run = await rig.prefill.run()
-    joining = asyncio.create_task(rig.host.join())
+    joining = asyncio.create_task(rig.worker.engines.join())
     rig.engine.die()
     await asyncio.gather(joining, return_exceptions=True)
     error = await failure(call)

@@ -334,7 +334,7 @@ async def test_stopping_the_engine_while_a_failed_step_waits_leaves_the_session_
     """The wait for the session's end must not be what ends it."""
     call = rig.stub.Run(request(rig))
     await rig.engine.begun(0)
-    session = rig.host.session
+    session = rig.host.link.current
     rig.agent.before["CancelTransfer"] = refuse("UNAVAILABLE")
     rig.engine.fail()
     await failure(call)
@@ -367,8 +367,7 @@ async def test_a_dead_engine_fails_what_runs_and_what_waits(rig):
     await reserver.reserve("other", reserver.pool.free, None)
     waiting = rig.stub.Run(message)
     await until(lambda: reserver.waiting)
-    host = rig.host
-    joining = asyncio.create_task(host.join())
+    joining = asyncio.create_task(rig.worker.engines.join())
     rig.engine.die()
     for call in (running, waiting):
         error = await failure(call)

@@ -33,7 +33,7 @@ async def engine(agent):
 async def link(agent, engine):
     changes = []
     async with agent.channel() as channel:
-        link = AgentLink(engine, channel, lambda: changes.append(link.current))
+        link = AgentLink([engine], channel, lambda: changes.append(link.current))
         link.changes = changes
         engine.on_agent_lost = lambda lost: link.agent_gone(lost.session)
         yield link

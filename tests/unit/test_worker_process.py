@@ -149,7 +149,7 @@ async def test_a_dead_engine_is_replaced_with_a_new_pool_and_its_requests_fail(s
         assert engine is not former and engine.reserver.pool is not former.reserver.pool
         assert engine.reserver.pool.free == 16
         assert running.worker._metrics.engine_restarts._value.get() == 1
-        assert engine.session.session != former.client.attached[0]
+        assert engine.link.current.session != former.client.attached[0]
         await until_healthy(running, channel)
     await running.end()
     assert all(engine.stopped for engine in running.engines.made)

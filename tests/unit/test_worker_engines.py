@@ -1,3 +1,5 @@
+"""A worker's engines, one or several: they are ready together and die together."""
+
 import asyncio
 
 import pytest
@@ -5,11 +7,13 @@ import pytest
 from baton_engine.client import EngineClient
 from baton_engine.errors import EngineDied, EngineStartFailed
 from baton_engine.messages import EngineSpec
+from baton_engine.ranks import engine_specs
 from baton_engine.scheduler import Sequence
 from baton_worker.agent_link import AgentLink
 from baton_worker.agent_session import AgentSession
 from baton_worker.engine_actor import EngineActor, NoHooks
 from baton_worker.engine_host import EngineHost
+from baton_worker.engines import WorkerEngines
 from baton_worker.errors import AgentUnavailable, EngineUnavailable
 from conditions import until
 from fake_agent import FakeAgent
@@ -42,31 +46,38 @@ async def engines(monkeypatch, agent):
 async def make(agent, engines):
     hosts, channel = [], agent.channel()
 
-    def make(with_agent=True):
+    def make(with_agent=True, count=1):
         changes = []
-        host = EngineHost(
-            EngineSpec(model_path="fake"),
-            chunk_tokens=8,
-            max_waiting=8,
-            start_timeout_s=5,
-            agent_channel=channel if with_agent else None,
-            hooks=Hooks(),
-            on_change=lambda: changes.append(host.ready),
-        )
+        members = [
+            EngineHost(
+                spec,
+                chunk_tokens=8,
+                max_waiting=8,
+                start_timeout_s=5,
+                hooks=Hooks(),
+                on_change=lambda: changes.append(host.ready),
+            )
+            for spec in engine_specs(EngineSpec(model_path="fake"), count)
+        ]
+        host = WorkerEngines(members, channel if with_agent else None, lambda: changes.append(host.ready))
         host.changes = changes
         hosts.append(host)
         return host
 
     yield make
     for host in hosts:
-        if hasattr(host, "actor"):
+        if all(hasattr(each, "actor") for each in host.hosts):
             await host.stop()
     await channel.close()
 
 
 async def submit(host):
-    pages = (await host.reserver.reserve(1, 2, None)).pages
-    return host.actor.submit(Sequence(1, (1, 2, 3), tuple(pages), max_tokens=2), 1)
+    return await submit_to(host.hosts[0])
+
+
+async def submit_to(engine, number=1):
+    pages = (await engine.reserver.reserve(number, 2, None)).pages
+    return engine.actor.submit(Sequence(number, (1, 2, 3), tuple(pages), max_tokens=2), number)
 
 
 async def first(stream):
@@ -80,7 +91,7 @@ async def test_is_ready_once_the_agent_has_its_memory(make, engines):
     await until(lambda: host.ready)
     assert host.alive and host.session.session == engines.last.attached[0]
     assert host.changes[-1] is True
-    assert host.layout.pages == host.reserver.pool.total == 16
+    assert host.layout.pages == host.hosts[0].reserver.pool.total == 16
 
 
 async def test_without_an_agent_it_is_ready_at_once(make):
@@ -88,7 +99,7 @@ async def test_without_an_agent_it_is_ready_at_once(make):
     await host.start()
     assert host.ready and host.session is None
     with pytest.raises(AgentUnavailable):
-        host.link  # noqa: B018
+        host.hosts[0].link  # noqa: B018
 
 
 async def test_the_death_of_the_model_process_ends_it_as_a_whole(make, engines):
@@ -96,8 +107,8 @@ async def test_the_death_of_the_model_process_ends_it_as_a_whole(make, engines):
     await host.start()
     stream = await submit(host)
     await engines.last.begun(0)
-    waiting = asyncio.create_task(host.reserver.reserve(2, 16, 60))
-    await until(lambda: host.reserver.waiting)
+    waiting = asyncio.create_task(host.hosts[0].reserver.reserve(2, 16, 60))
+    await until(lambda: host.hosts[0].reserver.waiting)
     joining = asyncio.create_task(host.join())
     engines.last.die()
     with pytest.raises(EngineDied, match="SIGKILL"):
@@ -112,7 +123,7 @@ async def test_the_death_of_the_model_process_ends_it_as_a_whole(make, engines):
 async def test_a_broken_hook_ends_it_as_a_whole(make, engines):
     host = make()
     await host.start()
-    host._hooks.raises = True
+    host.hosts[0]._hooks.raises = True
     stream = await submit(host)
     with pytest.raises(RuntimeError, match="hook"):
         await asyncio.wait_for(host.join(), 5)
@@ -143,7 +154,7 @@ async def test_who_stops_watching_leaves_it_running(make, engines):
     await asyncio.sleep(0)
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
-    assert host.alive and host.actor.running and not engines.last.stopped
+    assert host.alive and host.hosts[0].actor.running and not engines.last.stopped
 
 
 async def test_stopping_is_told_to_whoever_is_served_and_may_be_repeated(make, engines):
@@ -173,3 +184,57 @@ async def test_a_model_that_does_not_load(make, engines):
     with pytest.raises(EngineStartFailed):
         await host.start()
     assert not host.alive and not host.ready
+
+
+# --- data-parallel engines ------------------------------------------------------------------------------------------
+
+
+async def test_all_engines_attach_under_one_session_each_with_a_pool_of_its_own(make, engines):
+    host = make(count=3)
+    await host.start()
+    await until(lambda: host.ready)
+    assert [spec.dp_rank for spec in engines.specs] == [0, 1, 2]
+    assert {spec.data_parallel for spec in engines.specs} == {3} and host.shard_map.dp == 3
+    assert {engine.attached[-1] for engine in engines.made} == {host.session.session}
+    assert len({id(each.reserver.pool) for each in host.hosts}) == 3
+    assert all(each.link.current is host.session for each in host.hosts)
+
+
+async def test_requests_go_to_the_emptiest_engine(make):
+    host = make(count=2)
+    await host.start()
+    first = host.place(4, None)
+    await first.reserver.reserve("a", 4, None)
+    second = host.place(2, None)
+    assert second is not first
+    await second.reserver.reserve("b", 2, None)
+    # 12 pages are free on one, 14 on the other.
+    assert host.place(1, None) is second and host.place(13, None) is second
+    # Nobody has them now: where fewer wait.
+    waiting = asyncio.create_task(second.reserver.reserve("c", 16, 60))
+    await until(lambda: second.reserver.waiting)
+    assert host.place(16, None) is first
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_the_death_of_one_engine_ends_all_of_them(make, engines):
+    host = make(count=2)
+    await host.start()
+    streams = [await submit_to(each, number) for number, each in enumerate(host.hosts)]
+    joining = asyncio.create_task(host.join())
+    engines.made[1].die()
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        await joining
+    for stream in streams:
+        with pytest.raises(EngineUnavailable, match="SIGKILL"):
+            await asyncio.wait_for(first(stream), 5)
+    assert all(engine.stopped for engine in engines.made) and not host.alive
+
+
+async def test_an_engine_that_does_not_start_leaves_none_of_the_others(make, engines):
+    engines.failures.append(EngineStartFailed("no room for a second", cause="TEST"))
+    host = make(count=2)
+    with pytest.raises(EngineStartFailed):
+        await host.start()
+    assert all(engine.stopped for engine in engines.made) and not host.alive

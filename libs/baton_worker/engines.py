@@ -1,0 +1,123 @@
+"""All of a worker's engines: its data-parallel ranks, and their one place at the agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from baton_engine.errors import EngineError
+from baton_engine.messages import EngineInfo
+from baton_kv.layout import PageLayout
+from baton_kv.prefix import PageChain
+from baton_kv.shards import ShardMap
+from baton_worker.agent_link import AgentLink
+from baton_worker.agent_session import AgentSession
+from baton_worker.background import first_of
+from baton_worker.engine_host import EngineHost
+from baton_worker.placement import EngineLoad, place
+
+
+class WorkerEngines:
+    """One life of them. Each has model processes, page pool and scheduler of its own; the agent knows them as one
+    session, so they die together: with the first that ends, or with the link to the agent.
+
+    A `Child` of a supervisor, which makes the next ones.
+    """
+
+    def __init__(
+        self, hosts: Sequence[EngineHost], agent_channel: grpc.aio.Channel | None, on_change: Callable[[], None]
+    ) -> None:
+        """`hosts` in order of data-parallel rank, one at least. `agent_channel` None: a worker that moves no pages.
+        `on_change`: `ready` may answer differently now."""
+        self.hosts = hosts
+        self._agent_channel = agent_channel
+        self._on_change = on_change
+        self._link: AgentLink | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is loaded, the same in all."""
+        return self.hosts[0].info
+
+    @property
+    def layout(self) -> PageLayout:
+        """The cache of one engine, as if one rank held it."""
+        return self.hosts[0].layout
+
+    @property
+    def shard_map(self) -> ShardMap:
+        """Of the whole worker."""
+        return self.hosts[0].shard_map
+
+    @property
+    def alive(self) -> bool:
+        return all(host.alive for host in self.hosts)
+
+    @property
+    def session(self) -> AgentSession | None:
+        return self._link.current if self._link is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """Able to serve: every model is loaded and, if there is an agent, attached to it."""
+        return self.alive and (self._agent_channel is None or self.session is not None)
+
+    def chain(self, prompt: Sequence[int], salt: str = "") -> PageChain | None:
+        """What a prompt's pages are called in the prefix caches; None if there are none."""
+        return self.hosts[0].chain(prompt, salt)
+
+    def place(self, pages: int, chain: PageChain | None) -> EngineHost:
+        """The engine for a request of so many pages; `chain` names those that it may find in a prefix cache."""
+        loads = [
+            EngineLoad(
+                host.reserver.pool.free,
+                host.reserver.waiting,
+                host.actor.scheduler.running + host.actor.scheduler.waiting,
+                len(host.reserver.pool.match(chain.keys)) if chain is not None and len(self.hosts) > 1 else 0,
+            )
+            for host in self.hosts
+        ]
+        return self.hosts[place(loads, pages)]
+
+    async def start(self) -> None:
+        """Raises what the first engine that does not start fails of; none is left then."""
+        starting = [asyncio.create_task(host.start()) for host in self.hosts]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await asyncio.gather(*(host.stop() for host in self.hosts if host.alive))
+            raise
+        if self._agent_channel is not None:
+            self._link = AgentLink([host.client for host in self.hosts], self._agent_channel, self._on_change)
+            for host in self.hosts:
+                host.join_link(self._link)
+            self._link.start()
+        self._on_change()
+
+    async def join(self) -> None:
+        """Until an engine or the link to the agent fails; raises what it failed of, with everything torn down."""
+        parts = [asyncio.create_task(host.join()) for host in self.hosts]
+        if self._link is not None:
+            parts.append(asyncio.create_task(self._link.join()))
+        try:
+            await first_of(*parts)
+        finally:
+            for part in parts:
+                if not part.done():
+                    part.cancel()
+        failures = [part.exception() for part in parts if part.done() and not part.cancelled()]
+        failure = next((error for error in failures if error), EngineError("the link to the agent ended"))
+        await self.stop(f"the engine failed: {failure}")
+        raise failure
+
+    async def stop(self, why: str = "the worker is shutting down") -> None:
+        """Idempotent."""
+        # The model processes first: the end of their hand-off connections is what ends the session at the agent.
+        await asyncio.gather(*(host.stop(why) for host in self.hosts))
+        if self._link is not None:
+            await self._link.stop()
