@@ -73,7 +73,8 @@ class SmallModel(SmallCheckpoint):
     """A model of the family llama, qwen2, qwen3 or qwen3_moe.
 
     `bias`: llama: of all projections; qwen3 and qwen3_moe: of those of attention; qwen2 always has those of queries,
-    keys and values. `experts`, `active`, `expert_inner`, `normalised`, `sparse_step` and `dense_layers` are of
+    keys and values. A `tied` model repeats a few tokens: an untied one generates 15 different ones in 32, with a
+    vocabulary of 320. `experts`, `active`, `expert_inner`, `normalised`, `sparse_step` and `dense_layers` are of
     qwen3_moe only.
     """
 
@@ -85,7 +86,7 @@ class SmallModel(SmallCheckpoint):
     kv_heads: int = 2
     head_dim: int = 16
     context: int = 128
-    tied: bool = True
+    tied: bool = False
     bias: bool = False
     experts: int = 6
     active: int = 2

@@ -33,18 +33,27 @@ def case(name: str, ranks: tuple[int, ...], **small) -> Case:
 
 
 CASES = [
-    case("llama, a KV head a query head", (2, 3, 4), family="llama", heads=4, kv_heads=4, bias=True),
-    case("llama, grouped", (2, 3), family="llama", heads=9, kv_heads=3, hidden=36, tied=False),
-    case("llama, one KV head", (3, 4), family="llama", heads=4, kv_heads=1, head_dim=24),
-    case("qwen2, grouped", (2, 4), family="qwen2", heads=8, kv_heads=2),
-    case("qwen2, uneven", (2, 3, 4), family="qwen2", heads=10, kv_heads=5, tied=False),
-    case("qwen3, wide heads", (2, 4), family="qwen3", heads=4, kv_heads=2, head_dim=32, bias=True),
-    case("qwen3, uneven", (2, 3), family="qwen3", heads=6, kv_heads=3, tied=False),
-    case("qwen3, eight KV heads", (3,), family="qwen3", heads=8, kv_heads=8, head_dim=8),
-    case("experts, normalised", (2, 4), family="qwen3_moe", heads=8, kv_heads=2, experts=7, active=3),
-    case("experts, not normalised", (2, 3, 4), family="qwen3_moe", heads=4, kv_heads=4, normalised=False, tied=False),
-    case("experts in every second layer", (2,), family="qwen3_moe", layers=4, sparse_step=2, experts=3, active=1),
-    case("experts in some layers", (3,), family="qwen3_moe", kv_heads=1, layers=3, dense_layers=(1,), experts=2),
+    case("llama, a KV head a query head", (2, 3, 4), family="llama", heads=4, kv_heads=4, bias=True, tied=True),
+    case("llama, grouped", (2, 3), family="llama", heads=9, kv_heads=3, hidden=36),
+    case("llama, one KV head", (3, 4), family="llama", heads=4, kv_heads=1, head_dim=24, tied=True),
+    case("qwen2, grouped", (2, 4), family="qwen2", heads=8, kv_heads=2, tied=True),
+    case("qwen2, uneven", (2, 3, 4), family="qwen2", heads=10, kv_heads=5),
+    case("qwen3, wide heads", (2, 4), family="qwen3", heads=4, kv_heads=2, head_dim=32, bias=True, tied=True),
+    case("qwen3, uneven", (2, 3), family="qwen3", heads=6, kv_heads=3),
+    case("qwen3, eight KV heads", (3,), family="qwen3", heads=8, kv_heads=8, head_dim=8, tied=True),
+    case("experts, normalised", (2, 4), family="qwen3_moe", heads=8, kv_heads=2, experts=7, active=3, tied=True),
+    case("experts, not normalised", (2, 3, 4), family="qwen3_moe", heads=4, kv_heads=4, normalised=False),
+    case(
+        "experts in every second layer",
+        (2,),
+        family="qwen3_moe",
+        layers=4,
+        sparse_step=2,
+        experts=3,
+        active=1,
+        tied=True,
+    ),
+    case("experts in some layers", (3,), family="qwen3_moe", kv_heads=1, dense_layers=(1,), experts=2),
 ]
 
 

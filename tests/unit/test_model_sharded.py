@@ -45,3 +45,19 @@ def test_ranks_that_the_heads_do_not_allow(tmp_path):
     directory = SmallModel(heads=2, kv_heads=2).write_hugging_face(tmp_path / "b")
     with pytest.raises(InvalidConfig, match="4 ranks can't share 2 query heads"):
         on_ranks(4, lambda group: load_model(directory, "float32", group=group))
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8")])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_ranks_that_round_agree_and_err_no_more_than_one_alone(tmp_path, family, dtype, quantization):
+    small = SmallModel(family=family, heads=6, kv_heads=3, vocabulary=67, inner=50, expert_inner=21)
+    directory = small.write_hugging_face(tmp_path)
+
+    def run(group: RankGroup) -> torch.Tensor:
+        model = load_model(directory, dtype, group=group, quantization=quantization)
+        return PagedRunner(model, 4, page_size=8).run("only", TOKENS, [7])
+
+    right, alone = logits(directory), run(SOLO)
+    found = on_ranks(3, run)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert 0 < (found[0] - right).abs().mean() < 1.5 * (alone - right).abs().mean()
