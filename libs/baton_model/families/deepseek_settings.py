@@ -184,11 +184,11 @@ def _groups(
     groups = settings.positive(count, defaults[0])
     if experts.count % groups:
         raise settings.invalid(count, f"{experts.count} experts can't be divided into so many equal groups")
+    if experts.scoring == "sigmoid" and experts.count < 2 * groups:
+        raise settings.invalid(count, "a group must have two experts at least: their sum is what it counts")
     active = settings.positive(opened, defaults[1])
     if not experts.active <= active * (experts.count // groups) <= experts.count:
         raise settings.invalid(
             opened, f"{groups} groups of {experts.count // groups} experts must hold {experts.active} open ones"
         )
-    if experts.scoring == "sigmoid" and experts.count < 2 * groups:
-        raise settings.invalid(count, "a group must have two experts at least: their sum is what it counts")
     return groups, active
