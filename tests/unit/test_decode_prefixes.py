@@ -260,17 +260,18 @@ async def test_a_prompt_computed_here_begins_where_the_cached_prefix_ends(rig):
 async def test_under_pressure_the_oldest_prefix_makes_room(rig):
     for first in (10, 20, 30):
         await generate(rig, [first] * 25, max_tokens=1)  # 7 pages of 16, of which 6 are kept
+    # The third gets 7 neighbours: all of the first prompt's, and the end of the second one's.
     assert cache(rig) == {
-        "cached_pages": 15,
+        "cached_pages": 8,
         "prefix_cache_queries_total": 72,
         "prefix_cache_hits_total": 0,
-        "prefix_cache_evictions_total": 3,
+        "prefix_cache_evictions_total": 10,
     }
     rig.prefill.runs.clear()
-    for first in (30, 10):
+    for first in (30, 20):
         await generate(rig, [first] * 25, max_tokens=1)
-    assert [run.request.prefix_tokens for run in rig.prefill.runs] == [12]
-    assert cache(rig)["prefix_cache_hits_total"] == 24 + 12
+    assert [run.request.prefix_tokens for run in rig.prefill.runs] == [8]
+    assert cache(rig)["prefix_cache_hits_total"] == 24 + 8
 
 
 async def test_a_request_that_waits_uses_what_is_there_when_its_turn_comes(rig):

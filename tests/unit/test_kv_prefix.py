@@ -105,6 +105,18 @@ def test_pages_that_are_not_kept_go_first_then_the_least_recently_used() -> None
     assert (pool.match(keys(1, 1)), pool.match(keys(2, 2))) == ([], new)
 
 
+def test_pages_that_are_neighbours_are_worth_a_few_kept_ones() -> None:
+    pool = PagePool(8)
+    for number in range(4):
+        # A page that is kept, and one that is not.
+        pool.keep(keys(number, number), pool.allocate(2, number)[:1])
+    for number in range(4):
+        pool.release(number)
+    assert pool.free_runs() == [range(1, 2), range(3, 4), range(5, 6), range(7, 8)]
+    assert pool.allocate(2, "a") == [0, 1]
+    assert [pool.match(keys(number, number)) for number in range(4)] == [[], [], [4], [6]]
+
+
 def test_use_makes_a_prefix_the_last_to_go() -> None:
     pool = PagePool(2)
     first, second = finished(pool, "a", 1, 1), finished(pool, "b", 2, 2)
@@ -249,12 +261,15 @@ class PrefixMachine(RuleBasedStateMachine):
             assert self.pool.free == free_before and self.pool.match(wanted) == prefix
             return
         kept_before = {page for page in range(self.PAGES) if page not in held_before and self.is_kept(page)}
-        strictly_free = self.PAGES - len(held_before) - len(kept_before)
+        strictly_free_pages = set(range(self.PAGES)) - held_before - kept_before
+        strictly_free = len(strictly_free_pages)
         own = self.pool.allocate(count - len(prefix), self.next, prefix)
         assert not set(own) & (held_before | set(prefix)), "nobody's pages are given away"
-        taken = set(own) & kept_before
-        assert len(taken) == max(0, count - len(prefix) - strictly_free), "no more than needed"
-        self.check_order(taken, kept_before - set(prefix))
+        gone = {page for page in kept_before if not self.is_kept(page)}
+        needed = max(0, len(own) - strictly_free)
+        assert needed <= len(gone) <= needed + 2 * len(own), "as many as needed, and for the sake of runs a few"
+        assert set(own) <= gone | strictly_free_pages
+        self.check_order(gone, kept_before - set(prefix))
         for page in own:
             self.holds[page] = None
         self.requests[self.next] = Request(tuple(tokens), prefix + own, len(prefix), len(prefix) * PAGE)
@@ -263,13 +278,13 @@ class PrefixMachine(RuleBasedStateMachine):
     def is_kept(self, page: int) -> bool:
         return self.pool.key_of(page) is not None
 
-    def check_order(self, taken: set[int], others: set[int]) -> None:
-        """What was left is younger than what was taken, or it is the stem of something that was there to be taken."""
+    def check_order(self, gone: set[int], others: set[int]) -> None:
+        """What was left is younger than what went, or it is the stem of something that was there to go."""
         contents = {page: self.holds[page] or () for page in others}
-        for left in others - taken:
+        for left in others - gone:
             stem = contents[left]
             if not any(page != left and contents[page][: len(stem)] == stem for page in others):
-                assert all(self.let_go.index(gone) < self.let_go.index(left) for gone in taken)
+                assert all(self.let_go.index(page) < self.let_go.index(left) for page in gone)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(1, 4))
