@@ -9,8 +9,9 @@ from baton_kv.shards import even_slices, head_slices
 from .errors import InvalidConfig
 from .parallel import RankGroup
 
-# Neurons that stay together where every rank gets as many: a rank's part of a matrix then begins and ends where kernels
-# and quantised blocks like it, and is rotated well before it is rounded to eight bits.
+# Neurons that stay together where every rank gets four times as many, so that no rank has more than a quarter more than
+# its share: its part of a matrix then begins and ends where kernels and quantised blocks like it, and is rotated well
+# before it is rounded to eight bits.
 _NEURONS = 64
 
 
@@ -23,7 +24,7 @@ def even_share(size: int, group: RankGroup) -> range:
 def neuron_share(size: int, group: RankGroup) -> range:
     """This rank's part of the inner neurons of a feed-forward block: as `even_share`, but in blocks of 64 where there
     are enough."""
-    block = _NEURONS if size >= _NEURONS * group.ranks else 1
+    block = _NEURONS if size >= 4 * _NEURONS * group.ranks else 1
     blocks = even_share(-(-size // block), group)
     return range(blocks.start * block, min(blocks.stop * block, size))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from baton_kv.shards import ShardingImpossible
 from baton_model.errors import InvalidConfig
-from baton_model.loaders import load_model
+from baton_model.loaders import load_config, load_model
 from baton_model.parallel import SOLO, RankGroup
+from baton_model.shares import even_share, head_share, neuron_share
+from memory_weights import AbsentRank
 from paged_runner import PagedRunner
 from rank_threads import on_ranks
 from small_models import SmallModel
@@ -36,6 +39,68 @@ def test_every_rank_has_the_logits_of_the_whole_model(tmp_path, heads, kv_heads,
         found = on_ranks(ranks, lambda group, order=order: logits(path, group, order))
         assert all(torch.equal(found[0], other) for other in found[1:])
         torch.testing.assert_close(found[0], whole, atol=1e-5, rtol=1e-4)
+
+
+QWEN3_CODER_480B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 62,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 2560,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts": 160,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_shares_of_a_model_of_full_size(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_CODER_480B))
+    config = load_config(tmp_path)
+    assert config.experts is not None and config.experts.layers == set(range(62)) and config.experts.normalised
+    assert config.rope.theta == 1e7
+    for ranks, kv_heads, queries, experts in ((8, 1, 12, 20), (16, 1, 6, 10), (3, 3, 36, 54)):
+        first = AbsentRank(0, ranks)
+        heads = head_share(config.heads, config.kv_heads, first)
+        assert (len(heads.keys), len(heads.queries)) == (kv_heads, queries)
+        assert len(even_share(config.experts.count, first)) == experts
+    # Two ranks with copies of the last KV head share its query heads.
+    last = [head_share(config.heads, config.kv_heads, AbsentRank(rank, 16)) for rank in (14, 15)]
+    assert [share.keys for share in last] == [range(7, 8), range(7, 8)]
+    assert [share.queries for share in last] == [range(84, 90), range(90, 96)]
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "sizes"),
+    [
+        (4864, 3, [1664, 1600, 1600]),
+        (1536, 4, [384] * 4),
+        (200, 3, [128, 64, 8]),
+        (150, 3, [50] * 3),
+        (2, 3, [1, 1, 0]),
+    ],
+)
+def test_neurons_stay_together_in_blocks_where_there_are_enough(size, ranks, sizes):
+    shares = [neuron_share(size, AbsentRank(rank, ranks)) for rank in range(ranks)]
+    assert [len(share) for share in shares] == sizes
+    assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
 
 
 def test_ranks_that_the_heads_do_not_allow(tmp_path):
