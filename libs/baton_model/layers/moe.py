@@ -103,6 +103,8 @@ class StackedExperts:
     def __call__(self, x: torch.Tensor, factors: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """See `Experts`."""
         held, active = len(self.held), chosen.shape[1]
+        if not held:
+            return torch.zeros_like(x)
         expert = chosen.reshape(-1) - self.held.start
         elsewhere = (expert < 0) | (expert >= held)
         # What other ranks compute comes last, beyond every group: the products leave it out.
