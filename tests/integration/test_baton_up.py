@@ -8,21 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import openai
-import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton_tokenizer import load_tokenizer
-from cluster import eventually, free_port
+from baton_up import Up, up
+from cluster import eventually
 from tokenizer_samples import byte_level_backend
 
 NAME = "tiny-llama"
@@ -30,7 +25,6 @@ NAME = "tiny-llama"
 VOCABULARY, CONTEXT = 384, 256
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 NEW_TOKENS = 12
-SMALL = ("--set", "prefill.kv_bytes=16MiB", "--set", "decode.kv_bytes=16MiB")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -68,67 +62,14 @@ def greedy(checkpoint: Path, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-@dataclass
-class Up:
-    process: subprocess.Popen[str]
-    directory: Path
-    http: str
-    grpc: str
-
-    @property
-    def client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def services(self) -> list[dict[str, Any]]:
-        return list(json.loads((self.directory / "cluster.json").read_text())["services"])
-
-    async def worker_of(self, prompt: list[int]) -> tuple[str, str]:
-        """Decode and prefill worker of one request."""
-        async with self.client as client:
-            answer = await client.completions.create(
-                model=NAME, prompt=prompt, max_tokens=NEW_TOKENS, extra_body={"timeline": True, "ignore_eos": True}
-            )
-        timeline = (answer.model_extra or {})["baton_timeline"]
-        return timeline["decode_worker"], timeline["prefill_worker"]
-
-
-@asynccontextmanager
-async def up(checkpoint: Path, directory: Path, *options: str) -> AsyncIterator[Up]:
-    """Started, healthy; afterwards ended by Ctrl-C, with nothing left."""
-    http, grpc = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "baton_cli.main", "up", "--model", str(checkpoint), "--http", http, "--grpc", grpc]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-    with (directory / "up.log").open("w") as log:
-        process = subprocess.Popen(  # noqa: ASYNC220 - it takes a millisecond
-            [*command, "--run-directory", str(directory / "run"), *SMALL, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            text=True,
-            env=environment,
+async def workers_of(running: Up, prompt: list[int]) -> tuple[str, str]:
+    """Decode and prefill worker of one request."""
+    async with running.client as client:
+        answer = await client.completions.create(
+            model=NAME, prompt=prompt, max_tokens=NEW_TOKENS, extra_body={"timeline": True, "ignore_eos": True}
         )
-    running = Up(process, directory / "run", f"http://{http}", grpc)
-    services: Sequence[psutil.Process] = ()
-    try:
-        async with httpx.AsyncClient() as client:
-
-            async def healthy() -> bool:
-                assert process.poll() is None, (directory / "up.log").read_text()
-                try:
-                    return (await client.get(f"{running.http}/health")).status_code == 200
-                except httpx.TransportError:
-                    return False
-
-            await eventually(healthy, 120, "a healthy cluster", interval=0.1)
-        services = psutil.Process(process.pid).children(recursive=True)
-        yield running
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, 30) == 0, (directory / "up.log").read_text()
-        assert not [service for service in services if service.is_running() and service.status() != "zombie"]
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    timeline = (answer.model_extra or {})["baton_timeline"]
+    return timeline["decode_worker"], timeline["prefill_worker"]
 
 
 async def check_answers(running: Up, checkpoint: Path, *, exact: bool) -> None:
@@ -228,7 +169,7 @@ async def test_two_of_each_in_bfloat16_over_shared_memory(checkpoint: Path, tmp_
     options = ("--prefill", "2", "--decode", "2", "--dtype", "bfloat16", "--transport", transport)
     async with up(checkpoint, tmp_path, *options) as running:
         await check_answers(running, checkpoint, exact=False)
-        used = await asyncio.gather(*(running.worker_of([5 + index] * 100) for index in range(4)))
+        used = await asyncio.gather(*(workers_of(running, [5 + index] * 100) for index in range(4)))
         assert {decode for decode, _ in used} == {"decode-0", "decode-1"}
         assert {prefill for _, prefill in used} == {"prefill-0", "prefill-1"}
 

@@ -135,13 +135,15 @@ def test_every_destination_set_is_fed_by_one_source_set() -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 12345, 2**64 - 500])
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 7])
-def test_a_thousand_latent_transfers_use_all_source_ranks_alike(start: int, stride: int) -> None:
-    source, destination = ShardMap(1, 4, mla=True), ShardMap(1, 1, mla=True)
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (3, 1), (4, 1), (1, 4)])
+def test_a_thousand_latent_transfers_use_all_source_ranks_alike(start: int, stride: int, tp: int, dp: int) -> None:
+    source, destination = ShardMap(1, 4, mla=True), ShardMap(1, tp, dp, mla=True)
     sent = Counter(
-        plan_pairs(source, destination, layout("MLA", 1), layout("MLA", 1), dp_rank=0, seed=seed)[0].source_rank
-        for seed in range(start, start + 1000 * stride, stride)
+        pair.source_rank
+        for number, seed in enumerate(range(start, start + 1000 * stride, stride))
+        for pair in plan_pairs(source, destination, layout("MLA", 1), layout("MLA", 1), number % dp, seed)
     )
-    assert all(225 <= sent[rank] <= 275 for rank in range(4)), sent
+    assert all(225 * tp <= sent[rank] <= 275 * tp for rank in range(4)), sent
 
 
 def test_one_transfer_into_several_replica_sets_uses_several_sources() -> None:
