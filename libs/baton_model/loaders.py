@@ -91,7 +91,9 @@ def load_model(
     if not mtp:
         config = replace(config, mtp_layers=0)
     weights = WeightReader(source, DTYPES[dtype], platform, progress, group, quantization)
-    return family.build(config, weights, platform.attention)
+    model = family.build(config, weights, platform.attention)
+    weights.finish()
+    return model
 
 
 def _open_directory(path: Path) -> tuple[Family, ModelConfig]:

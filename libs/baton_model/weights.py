@@ -178,6 +178,11 @@ class WeightReader:
             target.copy_(self.source.read(name, slices))
         self.leave_out(1)
 
+    def finish(self) -> None:
+        """Nothing more will be read: tensors that the family has no use for are left out."""
+        if self._progress is not None and self._done < len(self.source):
+            self._progress(1.0)
+
     def leave_out(self, tensors: int) -> None:
         """Counts tensors as read that this rank has no use for."""
         self._done += tensors
