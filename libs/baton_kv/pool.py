@@ -179,10 +179,9 @@ class PagePool:
         """Under which key a page is kept, if it is."""
         return self._kept.key_of(page)
 
-    def missing(self, count: int, prefix: Sequence[int] = ()) -> int:
-        """Pages that must be let go before `count` can be allocated after `prefix`; 0 if they can be now."""
-        idle = sum(self._kept.is_idle(page) for page in prefix)
-        return max(0, count - (self.free - idle))
+    def available(self, prefix: Sequence[int] = ()) -> int:
+        """Pages that can be allocated beside those of `prefix`, whether somebody holds these or not."""
+        return self.free - sum(self._kept.is_idle(page) for page in prefix)
 
     def allocate(self, count: int, owner: Hashable, prefix: Sequence[int] = ()) -> list[int]:
         """Gives `count` free pages to `owner`, sorted, in as few runs of neighbours as best fit finds.
@@ -195,9 +194,9 @@ class PagePool:
             raise InvalidKvArgument(f"count is {count}; it must not be negative", count=count)
         if owner in self._quarantines:
             raise OwnerQuarantined(owner)
-        missing = self.missing(count, prefix)
-        if missing:
-            raise PoolExhausted(count, count - missing)
+        available = self.available(prefix)
+        if count > available:
+            raise PoolExhausted(count, available)
         self.hold(prefix, owner)
         self._make_room(count)
         pages = self._runs.take(count)

@@ -57,6 +57,7 @@ class EngineHost:
     client: EngineClient
     actor: EngineActor
     reserver: PageReserver
+    _names: PrefixNames
 
     @property
     def info(self) -> EngineInfo:
@@ -99,7 +100,7 @@ class EngineHost:
 
     def chain(self, prompt: Sequence[int], salt: str = "") -> PageChain | None:
         """What a prompt's pages are called in the prefix cache; None if there is none."""
-        return PrefixNames(self.info).chain(prompt, salt) if self._prefix_cache else None
+        return self._names.chain(prompt, salt) if self._prefix_cache else None
 
     def join_link(self, link: AgentLink) -> None:
         """From now on the worker's engines are at the agent through `link`, which their owner keeps."""
@@ -122,6 +123,7 @@ class EngineHost:
         log.info("engine ready: %s, %d pages of %d tokens", self.info.model, self.info.pages, self.info.page_size)
 
     async def _begin(self) -> None:
+        self._names = PrefixNames(self.info)
         self.reserver = PageReserver(PagePool(self.info.pages), self._max_waiting)
         scheduler = Scheduler(
             chunk_tokens=self._chunk_tokens, max_batch=self.info.max_batch, page_size=self.info.page_size

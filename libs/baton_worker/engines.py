@@ -70,15 +70,21 @@ class WorkerEngines:
 
     def place(self, pages: int, chain: PageChain | None) -> EngineHost:
         """The engine for a request of so many pages; `chain` names those that it may find in a prefix cache."""
-        loads = [
-            EngineLoad(
-                host.reserver.pool.free,
-                host.reserver.waiting,
-                host.actor.scheduler.running + host.actor.scheduler.waiting,
-                len(host.reserver.pool.match(chain.keys)) if chain is not None and len(self.hosts) > 1 else 0,
+        if len(self.hosts) == 1:
+            return self.hosts[0]
+        loads: list[EngineLoad] = []
+        for host in self.hosts:
+            pool, scheduler = host.reserver.pool, host.actor.scheduler
+            prefix = pool.match(chain.keys) if chain is not None else []
+            loads.append(
+                EngineLoad(
+                    free=pool.free,
+                    waiting=host.reserver.waiting,
+                    requests=scheduler.running + scheduler.waiting,
+                    cached=len(prefix),
+                    idle=pool.free - pool.available(prefix),
+                )
             )
-            for host in self.hosts
-        ]
         return self.hosts[place(loads, pages)]
 
     async def start(self) -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """One engine as a request finds it. `free`: pages that nobody holds; `waiting`: requests that wait for pages;
-    `requests`: all that are being served; `cached`: pages of the request's own prefix that are there already."""
+    `requests`: all that are being served; `cached`: pages of the request's own prefix that are there already; `idle`:
+    how many of these are among the free ones."""
 
     free: int
     waiting: int
     requests: int
     cached: int = 0
+    idle: int = 0
 
 
 def place(loads: Sequence[EngineLoad], pages: int) -> int:
@@ -27,7 +29,7 @@ def place(loads: Sequence[EngineLoad], pages: int) -> int:
 
     def merit(index: int) -> tuple[bool, int, int, int]:
         load = loads[index]
-        at_once = load.waiting == 0 and pages - load.cached <= load.free
+        at_once = load.waiting == 0 and pages - load.cached <= load.free - load.idle
         return not at_once, 0 if at_once else load.waiting, -(load.free + load.cached), load.requests
 
     return min(range(len(loads)), key=merit)

@@ -140,7 +140,7 @@ class PageReserver:
         chain = waiter.chain
         prefix = self.pool.match(chain.keys)[: waiter.count] if chain is not None else []
         more = waiter.count - len(prefix)
-        if self.pool.missing(more, prefix):
+        if more > self.pool.available(prefix):
             return None
         pages = self.pool.allocate(more, waiter.owner, prefix)
         if chain is not None:

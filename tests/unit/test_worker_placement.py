@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from baton_worker.placement import EngineLoad, place
 
 LOADS = st.lists(
-    st.builds(EngineLoad, st.integers(0, 64), st.integers(0, 4), st.integers(0, 8), st.integers(0, 16)),
+    st.builds(EngineLoad, st.integers(0, 64), st.integers(0, 4), st.integers(0, 8), st.just(16), st.integers(0, 16))
+    | st.builds(EngineLoad, st.integers(0, 64), st.integers(0, 4), st.integers(0, 8)),
     min_size=1,
     max_size=6,
 )
 
 
 def at_once(load: EngineLoad, pages: int) -> bool:
-    return load.waiting == 0 and pages - load.cached <= load.free
+    return load.waiting == 0 and pages - load.cached <= load.free - load.idle
 
 
 @given(LOADS, st.integers(1, 64))
@@ -39,3 +40,8 @@ def test_equal_requests_are_shared_out_evenly(engines: int, requests: int) -> No
 def test_a_prefix_draws_requests_until_its_engine_is_fuller_by_as_much_as_it_saves() -> None:
     assert place([EngineLoad(50, 0, 0), EngineLoad(40, 0, 2, cached=20)], 30) == 1
     assert place([EngineLoad(50, 0, 0), EngineLoad(25, 0, 5, cached=20)], 30) == 0
+
+
+def test_a_prefix_that_nobody_holds_is_not_room_for_more() -> None:
+    assert place([EngineLoad(20, 0, 0), EngineLoad(20, 0, 0, cached=15, idle=15)], 20) == 1
+    assert place([EngineLoad(21, 0, 0), EngineLoad(20, 0, 0, cached=15, idle=15)], 21) == 0
