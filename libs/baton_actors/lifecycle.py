@@ -26,11 +26,20 @@ async def first_to_end(*joins: Awaitable[object]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def hold_stop_signals() -> None:
+    """SIGINT and SIGTERM wait until `serve_until_signalled`: for a process that is not ready yet to end well.
+
+    The threads that native libraries start meanwhile never take them.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
 async def serve_until_signalled(*failures: Awaitable[object]) -> signal.Signals | None:
     """Waits for SIGINT or SIGTERM, or for the first of ``failures`` (a supervisor's ``join()``, say) to end.
 
-    Returns the signal, or None if an awaitable ended without error; raises what it raised. A second signal ends the
-    process at once, so that a shutdown which hangs can be broken off by hand. Must run in the main thread.
+    Returns the signal, or None if an awaitable ended without error; raises what it raised. After a signal the
+    awaitables are cancelled, wherever they are: starting belongs to what is awaited. A second signal ends the process
+    at once, so that a shutdown which hangs can be broken off by hand. Must run in the main thread.
     """
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
@@ -44,6 +53,7 @@ async def serve_until_signalled(*failures: Awaitable[object]) -> signal.Signals 
 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     tasks: list[asyncio.Future[object]] = [asyncio.ensure_future(failure) for failure in failures]
     try:
         everything: set[asyncio.Future[Any]] = {signalled, *tasks}
@@ -55,16 +65,19 @@ async def serve_until_signalled(*failures: Awaitable[object]) -> signal.Signals 
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if signalled.done() and isinstance(result, Exception):
+                logger.error("while shutting down", exc_info=result)
 
 
 @contextmanager
 def keeping_stop_signals() -> Iterator[None]:
     """Undoes what a native library does to the handlers of SIGINT and SIGTERM while it initialises itself.
 
-    libfabric's shm provider, for one, installs its own, which take a lock that the interrupted thread may hold: a
-    process told to end while it initialised hung for ever (4 of 25 times, with two agents starting on one CPU). So the
-    signals wait as well.
+    libfabric's shm provider, for one, installs its own, which end the process with status 1, or take a lock that the
+    interrupted thread may hold: a process told to end while it initialised hung for ever (4 of 25 times, with two
+    agents starting on one CPU). So the signals wait as well. A thread that is to initialise the library must be
+    started within, so that it does not take them either.
     """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from baton.v1 import common_pb2, registry_pb2
 
-from baton_actors.lifecycle import serve_until_signalled
+from baton_actors.lifecycle import first_to_end
 from baton_actors.supervisor import Supervisor
 from baton_config.models import resolve_model, served_name
 from baton_config.sections import WorkerSettings
@@ -124,7 +124,7 @@ class Worker:
     # --- life -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serves until SIGINT or SIGTERM; raises what the worker cannot serve without."""
+        """Serves until it is cancelled; raises what the worker cannot serve without."""
         for service in self._services:
             await self._server.set_serving(service, False)
         supervisor = Supervisor(self.worker_id)
@@ -144,7 +144,7 @@ class Worker:
             stack.push_async_callback(self._registration.stop)
             health = asyncio.create_task(self._watch_health(), name="health")
             stack.callback(health.cancel)
-            await serve_until_signalled(supervisor.join(), self._registration.join(), health)
+            await first_to_end(supervisor.join(), self._registration.join(), health)
 
     async def _close(self) -> None:
         await self._server.stop(0)

@@ -25,14 +25,18 @@ __all__ = ["TransferAgentService", "run"]
 
 async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM. Raises what made it impossible to start or to go on."""
+    await serve_until_signalled(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
     agent = settings.agent
     faults = parse_faults(agent.faults)
-    devices = await asyncio.to_thread(Devices.find)
     # Read by libfabric once, when the engine asks it for a provider.
     for option in agent.provider_options:
         name, _, value = option.partition("=")
         os.environ[name] = value
     with keeping_stop_signals():
+        devices = await asyncio.to_thread(Devices.find)
         engine = await FabricEngine.start(
             agent.transport,
             agent.node,
@@ -71,7 +75,7 @@ async def run(settings: Settings) -> None:
         try:
             await service.start()
             await metrics.start(agent.metrics)
-            await serve_until_signalled(service.failure())
+            await service.failure()
         finally:
             await service.stop()
             await metrics.stop()

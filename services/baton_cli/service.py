@@ -9,6 +9,7 @@ from typing import Any
 
 import uvloop
 
+from baton_actors import hold_stop_signals
 from baton_cli.parent import end_with_parent
 from baton_config import Settings
 from baton_telemetry import configure_logging
@@ -39,7 +40,8 @@ SERVICES = {
 
 
 def run_service(command: str, settings: Settings, parent: int | None = None) -> None:
-    """Returns after a clean shutdown; raises what the service failed of."""
+    """Returns after a clean shutdown, even one asked for before it serves; raises what the service failed of."""
+    hold_stop_signals()
     service = SERVICES[command]
     options = getattr(settings, service.section)
     name = getattr(options, "worker_id", None) or service.section

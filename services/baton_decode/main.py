@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.v1 import decode_pb2_grpc, registry_pb2
 
+from baton_actors import serve_until_signalled
 from baton_config.settings import Settings
 from baton_decode.receiver import KvReceiver
 from baton_decode.servicer import DecodeServicer
@@ -14,6 +15,10 @@ from baton_worker.worker import Worker
 
 async def run(settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM."""
+    await serve_until_signalled(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
     section = settings.decode
     colocated = section.local_prefill == "always"
     role = registry_pb2.WORKER_ROLE_COLOCATED if colocated else registry_pb2.WORKER_ROLE_DECODE

@@ -106,12 +106,12 @@ async def run(settings: Settings) -> None:
 
     Raises ModelNotFoundError, TokenizerError, AddressError, InsecureAddressError, TlsError, BindError.
     """
+    await serve_until_signalled(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
     tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model(settings.model.name))
-    await serve_until_signalled(_serve(Gateway(settings, tokenizer)))
-
-
-async def _serve(gateway: Gateway) -> None:
-    """Cancelled by the signal, whether it comes while starting or later."""
+    gateway = Gateway(settings, tokenizer)
     await gateway.start()
     try:
         await gateway.join()

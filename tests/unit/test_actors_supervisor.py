@@ -15,6 +15,7 @@ from baton_actors import (
     Supervisor,
     first_to_end,
     handles,
+    hold_stop_signals,
     keeping_stop_signals,
     serve_until_signalled,
 )
@@ -180,6 +181,22 @@ async def test_serving_ends_with_a_signal(number):
     asyncio.get_running_loop().call_soon(os.kill, os.getpid(), number)
     async with asyncio.timeout(5):
         assert await serve_until_signalled(asyncio.Event().wait()) is number
+
+
+async def test_a_signal_that_came_before_is_held_until_then():
+    cleaned_up = asyncio.Event()
+
+    async def start():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned_up.set()
+
+    hold_stop_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(5):
+        assert await serve_until_signalled(start()) is signal.SIGTERM
+    assert cleaned_up.is_set()
 
 
 async def test_serving_ends_with_a_failure():

@@ -8,6 +8,7 @@ import pytest
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, registry_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton_actors import serve_until_signalled
 from baton_config.settings import Settings
 from baton_engine.client import EngineClient
 from baton_engine.scheduler import Sequence
@@ -58,7 +59,7 @@ class Running:
     def __init__(self, worker, servicer, agent, engines, registry):
         self.worker, self.servicer = worker, servicer
         self.agent, self.engines, self.registry = agent, engines, registry
-        self.task = asyncio.create_task(worker.run())
+        self.task = asyncio.create_task(serve_until_signalled(worker.run()))
 
     async def registered(self):
         await until(lambda: self.registry.leases or self.task.done(), "the registration")
