@@ -23,6 +23,7 @@ test: setup-dev ## the whole test suite
 	@$(BIN)/python -m pytest $(ARGS)
 
 gpu-check: setup-dev ## on a machine with a GPU: what of Baton needs one
+	@if [ -e /dev/nvidiactl ]; then scripts/bootstrap.sh gpu; fi
 	@$(BIN)/python scripts/gpu_check.py $(ARGS)
 
 test-rdma: setup-dev ## the transport over verbs, on Soft-RoCE in an emulated machine

@@ -3,6 +3,7 @@
 #
 #   scripts/bootstrap.sh run    what the cluster needs
 #   scripts/bootstrap.sh dev    that, and what the tests and linters need
+#   scripts/bootstrap.sh gpu    that, and what models on a GPU need
 #
 # Idempotent: each step leaves a stamp with a hash of what it was made from, so a second run takes about a second.
 # BATON_PYTHON names the interpreter to use; BATON_TORCH_INDEX an extra package index for torch.
@@ -19,8 +20,9 @@ CONSTRAINTS=scripts/constraints.txt
 case "$LEVEL" in
 run) EXTRAS=gateway,agent,worker ;;
 dev) EXTRAS=dev ;;
+gpu) EXTRAS=dev,gpu ;;
 *)
-    echo "usage: $0 run|dev" >&2
+    echo "usage: $0 run|dev|gpu" >&2
     exit 2
     ;;
 esac
@@ -114,7 +116,12 @@ torch_index() {
 NATIVE="$(hash_of protos CMakeLists.txt libs/baton_fabric/native libs/baton_engine/native)"
 DEPENDENCIES="$(hash_of pyproject.toml "$CONSTRAINTS" scripts/bootstrap.sh)"
 
-if stamped "dependencies-dev" "$DEPENDENCIES" || stamped "dependencies-$LEVEL" "$DEPENDENCIES"; then
+installed() {
+    stamped "dependencies-$LEVEL" "$DEPENDENCIES" || stamped dependencies-gpu "$DEPENDENCIES" ||
+        { [ "$LEVEL" != gpu ] && stamped dependencies-dev "$DEPENDENCIES"; }
+}
+
+if installed; then
     if ! stamped native "$NATIVE"; then
         say "building the native core and the gRPC stubs"
         "${PIP[@]}" install --quiet --no-deps --editable .

@@ -1,19 +1,12 @@
-"""A CUDA driver whose GPU memory is memory of the host, so that bytes move, also between processes.
-
-``python fake_gpu.py`` runs scripts/gpu_check.py on it.
-"""
+"""A CUDA driver whose GPU memory is memory of the host, so that bytes move, also between processes."""
 
 from __future__ import annotations
 
 import ctypes
 import enum
-import importlib.util
 import mmap
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from fake_cuda import Allocation, CUmemAllocationHandleType, CUmemAllocationProp, Process
@@ -168,28 +161,3 @@ class HostGpu(Process):
         number = self._number()
         self.graphs[number] = steps
         return number
-
-
-def _load_check() -> ModuleType:
-    script = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
-    spec = importlib.util.spec_from_file_location("gpu_check", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-gpu_check = _load_check()
-
-
-def main() -> int:
-    gpu = HostGpu()
-    status = gpu_check.main(sys.argv[1:], program=__file__, api=gpu)
-    assert not gpu.held(), gpu.held()
-    assert not gpu.graphs
-    return int(status)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
