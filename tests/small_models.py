@@ -194,14 +194,14 @@ class SmallModel(SmallCheckpoint):
         architecture: str | None = None,
         extra: dict[str, np.ndarray] | None = None,
         vocabulary: list[str] | None = None,
-        parts: int = 1,
+        file_tensors: int = 0,
         **metadata: float | str,
     ) -> Path:
         """Writes GGUF as llama.cpp's converter does; matrices are stored as `kind`. `metadata`: more keys of the
-        architecture, with __ for a dot; `extra`: more tensors; `architecture` and `parts`: what the file claims to be,
-        and to be one of."""
+        architecture, with __ for a dot; `extra`: more tensors; `architecture`: what the file claims to be;
+        `file_tensors`: in several files, each of so many tensors at most. Returns the first."""
         architecture = architecture or gguf.MODEL_ARCH_NAMES[self._GGUF[self.family]]
-        writer = gguf.GGUFWriter(path, architecture)
+        writer = gguf.GGUFWriter(path, architecture, split_max_tensors=file_tensors)
         writer.add_block_count(self.layers)
         writer.add_context_length(self.context)
         writer.add_embedding_length(self.hidden)
@@ -222,8 +222,6 @@ class SmallModel(SmallCheckpoint):
             writer.add_token_list(vocabulary)
             writer.add_token_types([1] * len(vocabulary))
             writer.add_token_scores([0.5 * i for i in range(len(vocabulary))])
-        if parts > 1:
-            writer.add_uint16("split.count", parts)
         for key, value in metadata.items():
             add = writer.add_string if isinstance(value, str) else writer.add_float32
             if isinstance(value, int):
@@ -248,7 +246,7 @@ class SmallModel(SmallCheckpoint):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return path
+        return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if file_tensors else path
 
     def _stacked(self) -> dict[str, np.ndarray]:
         """The state with the experts of a layer as one tensor, as GGUF has them."""

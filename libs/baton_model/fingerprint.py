@@ -31,8 +31,8 @@ def fingerprint(path: str | Path) -> str:
         for file in [files] if isinstance(files, Path) else sorted(set(files.values())):
             digest.update(_safetensors_digest(file))
     elif path.is_file():
-        header = GgufFile(path)
-        digest.update(_digest(path, header.data_offset, header.tensor_offsets()))
+        for part in GgufFile(path).parts():
+            digest.update(_digest(part.path, part.data_offset, part.tensor_offsets))
     else:
         raise CheckpointNotFound(f"{path}: no such GGUF file or Hugging Face directory", path=path)
     return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 from gguf.tensor_mapping import get_tensor_name_map
 
-from .errors import CheckpointUnreadable, InvalidConfig, MissingTensor, UnsupportedTensorType
+from .errors import CheckpointNotFound, CheckpointUnreadable, InvalidConfig, MissingTensor, UnsupportedTensorType
 from .settings import Settings
 from .weights import WeightSource
 
 _LENGTH = struct.Struct("<Q")
 _EXPERT = re.compile(r"(\.mlp\.experts)\.(\d+)\.")
+_SPLIT = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _ROTATED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 
 
@@ -53,33 +55,57 @@ class _HeaderReader(gguf.GGUFReader):
         return end - orig_offs, [raw_element, count], [], types
 
 
-class GgufFile:
-    """An open GGUF file. `metadata` holds every scalar and number array; arrays of strings are left out.
+@dataclass(frozen=True, slots=True)
+class GgufPart:
+    """One file of a model. `data_offset`: bytes before the first tensor; `tensor_offsets`: where each tensor's data
+    begins, bytes from the start of the file."""
 
-    Raises `CheckpointUnreadable`.
+    path: Path
+    data_offset: int
+    tensor_offsets: list[int]
+
+
+class GgufFile:
+    """An open GGUF file, or all files of a model that is split over several, named by the first. `metadata` holds every
+    scalar and number array; arrays of strings are left out.
+
+    Raises `CheckpointUnreadable`, `CheckpointNotFound`, `InvalidConfig`.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._reader = _HeaderReader(path)
-        except (ValueError, KeyError, IndexError, struct.error, OSError) as error:
-            raise CheckpointUnreadable(f"{path}: not a readable GGUF file: {error}", path=path) from error
         self.path = path
-        self.metadata: dict[str, Any] = {
-            name: field.contents() for name, field in self._reader.fields.items() if field.data
-        }
+        reader = _open(path)
+        self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items() if field.data}
         self.settings = Settings(self.metadata, path)
+        # Kept in mind for as long as their tensors are used: they hold the mappings.
+        self._readers = {path: reader} | {other: _open(other) for other in self._others()}
         self.architecture = self.settings.get("general.architecture", str)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._tensors = {tensor.name: tensor for reader in self._readers.values() for tensor in reader.tensors}
+        expected = self.settings.get("split.tensors.count", int, len(self._tensors))
+        if len(self._tensors) != expected:
+            raise CheckpointUnreadable(
+                f"{path}: its {len(self._readers)} files have {len(self._tensors)} tensors; it says {expected}",
+                path=path,
+            )
 
-    @property
-    def data_offset(self) -> int:
-        """Bytes of metadata and tensor descriptions before the first tensor."""
-        return int(self._reader.data_offset)
+    def _others(self) -> list[Path]:
+        """The files of the model besides the first."""
+        count = self.settings.get("split.count", int, 1)
+        if count <= 1:
+            return []
+        named = _SPLIT.fullmatch(self.path.name)
+        if self.settings.get("split.no", int) != 0 or named is None or int(named[2]) != count:
+            raise self.settings.invalid(
+                "split.no", f"a model in {count} files is named by the first: NAME-00001-of-{count:05d}.gguf"
+            )
+        return [self.path.with_name(f"{named[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(2, count + 1)]
 
-    def tensor_offsets(self) -> list[int]:
-        """Where each tensor's data begins, bytes from the start of the file."""
-        return [int(tensor.data_offset) for tensor in self._tensors.values()]
+    def parts(self) -> list[GgufPart]:
+        """Its files, the first one first."""
+        return [
+            GgufPart(path, int(reader.data_offset), [int(tensor.data_offset) for tensor in reader.tensors])
+            for path, reader in self._readers.items()
+        ]
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -120,6 +146,15 @@ class GgufFile:
         if tensor is None:
             raise MissingTensor(name, self.path)
         return tensor
+
+
+def _open(path: Path) -> _HeaderReader:
+    try:
+        return _HeaderReader(path)
+    except FileNotFoundError as error:
+        raise CheckpointNotFound(f"{path}: this file of the model is missing", path=path) from error
+    except (ValueError, KeyError, IndexError, struct.error, OSError) as error:
+        raise CheckpointUnreadable(f"{path}: not a readable GGUF file: {error}", path=path) from error
 
 
 class GgufWeights(WeightSource):

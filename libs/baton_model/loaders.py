@@ -109,7 +109,5 @@ def _open_gguf(path: Path) -> tuple[Family, ModelConfig, GgufFile]:
     if not path.is_file():
         raise CheckpointNotFound(f"{path}: no such GGUF file or Hugging Face directory", path=path)
     file = GgufFile(path)
-    if file.settings.get("split.count", int, 1) > 1:
-        raise file.settings.invalid("split.count", "a model in several files must be merged into one first")
     family = registry.for_gguf(file.architecture, path)
     return family, family.config_from_gguf(file), file

@@ -114,8 +114,9 @@ def test_the_quick_header_reader_agrees_with_the_library(tmp_path):
     words = ["", "a", "ä" * 300, "\n"]
     path = SmallModel().write_gguf(tmp_path / "small.gguf", vocabulary=words)
     quick, library = GgufFile(path), gguf.GGUFReader(path)
-    assert quick.data_offset == library.data_offset
-    assert quick.tensor_offsets() == [tensor.data_offset for tensor in library.tensors]
+    (part,) = quick.parts()
+    assert part.data_offset == library.data_offset
+    assert part.tensor_offsets == [tensor.data_offset for tensor in library.tensors]
     for name, field in library.fields.items():
         if name == "tokenizer.ggml.tokens":
             assert name not in quick.metadata
@@ -239,9 +240,33 @@ def test_gguf_that_this_reader_would_read_wrongly_is_refused(tmp_path):
     small = SmallModel(family="qwen3")
     with pytest.raises(InvalidConfig, match="sliding_window"):
         load_config(small.write_gguf(tmp_path / "window.gguf", attention__sliding_window=64))
-    small.write_gguf(tmp_path / "part.gguf", parts=2)
-    with pytest.raises(InvalidConfig, match=r"split\.count.*merged"):
-        load_config(tmp_path / "part.gguf")
+
+
+def test_a_gguf_model_in_several_files(tmp_path):
+    small = SmallModel(family="qwen3_moe")
+    (tmp_path / "parts").mkdir()
+    first = small.write_gguf(tmp_path / "parts" / "small.gguf", file_tensors=9)
+    assert first.name == "small-00001-of-00003.gguf"
+    others = sorted(first.parent.iterdir())[1:]
+    assert torch.equal(logits(first), logits(small.write_gguf(tmp_path / "whole.gguf")))
+    assert fingerprint(first) != fingerprint(tmp_path / "whole.gguf")
+
+    with pytest.raises(InvalidConfig, match=r"named by the first: NAME-00001-of-00003\.gguf"):
+        load_config(others[0])
+    before = fingerprint(first)
+    whole = others[1].read_bytes()
+    others[1].write_bytes(whole + bytes(32))
+    assert fingerprint(first) != before
+    others[1].write_bytes(whole[:-100])
+    with pytest.raises(CheckpointUnreadable, match=others[1].name):
+        load_config(first)
+    others[1].unlink()
+    with pytest.raises(CheckpointNotFound, match=others[1].name):
+        load_config(first)
+    others[0].rename(others[1])
+    SmallModel(seed=1).write_gguf(others[0])
+    with pytest.raises(CheckpointUnreadable, match="tensors; it says"):
+        load_config(first)
 
 
 def test_the_experts_of_gguf_are_one_tensor(tmp_path):
