@@ -99,11 +99,18 @@ class Service:
         return self.process.returncode
 
     def model_process(self) -> psutil.Process:
-        """The worker's model process."""
-        for child in psutil.Process(self.pid).children():
-            if any("model_process" in word for word in child.cmdline()):
-                return child
-        raise AssertionError(f"{self.name} has no model process")
+        """The worker's model process; of several that of rank 0."""
+        return self.model_processes()[0]
+
+    def model_processes(self) -> list[psutil.Process]:
+        """Of all ranks, in order."""
+        found = [
+            child
+            for child in psutil.Process(self.pid).children()
+            if any("model_process" in word for word in child.cmdline())
+        ]
+        assert found, f"{self.name} has no model process"
+        return sorted(found, key=lambda process: process.create_time())
 
 
 @dataclass

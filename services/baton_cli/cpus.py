@@ -20,7 +20,10 @@ def assign_cpus(
     if prefill == 0 or decode == 0:
         return _divide(cpus, workers)
     decoding = decode * decode_ranks
-    for_decode = max(1, min(len(cpus) - 1, len(cpus) * decoding // (prefill * prefill_ranks + decoding)))
+    share = len(cpus) * decoding // (prefill * prefill_ranks + decoding)
+    # One for each worker first, if there are so many.
+    least, most = (decode, len(cpus) - prefill) if workers <= len(cpus) else (1, len(cpus) - 1)
+    for_decode = max(least, min(most, share))
     split = len(cpus) - for_decode
     return _divide(cpus[:split], prefill) + _divide(cpus[split:], decode)
 

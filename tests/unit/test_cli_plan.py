@@ -19,9 +19,15 @@ def plan(**sections):
     return plan_cluster(settings, Path("/run/b"), iter(ports), [0, 1])
 
 
-@given(st.lists(st.integers(0, 255), unique=True, max_size=64), st.integers(0, 8), st.integers(0, 8))
-def test_prefill_and_decode_share_no_cpu(cpus, prefill, decode):
-    shares = assign_cpus(cpus, prefill, decode)
+@given(
+    st.lists(st.integers(0, 255), unique=True, max_size=64),
+    st.integers(0, 8),
+    st.integers(0, 8),
+    st.integers(1, 8),
+    st.integers(1, 8),
+)
+def test_prefill_and_decode_share_no_cpu(cpus, prefill, decode, prefill_ranks, decode_ranks):
+    shares = assign_cpus(cpus, prefill, decode, prefill_ranks, decode_ranks)
     assert len(shares) == prefill + decode
     used = set(itertools.chain(*shares))
     assert used <= set(cpus)
@@ -47,6 +53,14 @@ def test_prefill_and_decode_share_no_cpu(cpus, prefill, decode):
 )
 def test_cpus(cpus, prefill, decode, shares):
     assert assign_cpus(cpus, prefill, decode) == shares
+
+
+def test_who_has_more_model_processes_gets_more_cpus():
+    assert assign_cpus(range(8), 1, 1, 3, 1) == [(0, 1, 2, 3, 4, 5), (6, 7)]
+    assert assign_cpus(range(8), 1, 1, 1, 3) == [(0, 1), (2, 3, 4, 5, 6, 7)]
+    assert assign_cpus(range(2), 1, 1, 4, 2) == [(0,), (1,)]
+    cluster = plan(prefill={"tensor_parallel": 2}, decode={"tensor_parallel": 2, "data_parallel": 2})
+    assert [worker.worker.settings.decode.data_parallel for worker in cluster.workers] == [2, 2]
 
 
 @given(prefill=st.integers(1, 4), decode=st.integers(1, 4))
