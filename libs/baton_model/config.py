@@ -73,8 +73,8 @@ class ModelConfig:
     """Sizes and switches of one model, the same whatever file they came from.
 
     `context_length` is the most tokens a sequence may have. `bos_token_id` and `eos_token_ids` are as the checkpoint
-    states them; empty or None where it doesn't. `attention_bias` is of the query, key and value
-    projections; `head_norm`: queries and keys are normalised, head by head, before they are rotated.
+    states them; empty or None where it doesn't. `attention_bias` is of the query, key and value projections;
+    `head_norm`: queries and keys are normalised, head by head, before they are rotated.
 
     With `latent`, `kv_heads` is 1 and `head_dim` the width of an entry of the cache; `mtp_layers` are the modules for
     multi-token prediction that the checkpoint declares.

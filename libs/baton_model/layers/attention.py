@@ -35,7 +35,6 @@ class GroupedQueryAttention:
         self.output = weights.row_parallel(
             f"{name}.o_proj", config.hidden_size, rows[0], queries, config.attention_output_bias
         )
-
         self.norm = self._head_norm(name, config, weights) if config.head_norm else None
 
     def _head_norm(self, name: str, config: ModelConfig, weights: WeightReader) -> HeadNorm:
