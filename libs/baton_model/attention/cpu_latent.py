@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ..cache import LatentCache
 from ..layers.latent import LatentHeads
@@ -16,6 +17,7 @@ class CpuLatentAttentionStep(LatentAttentionStep):
     def __init__(self, cache: LatentCache, plan: PagePlan) -> None:
         self._cache = cache
         self._plan = plan
+        self._decode_masks = [_to_whole_pages(decodes, cache) for decodes in plan.decodes]
 
     def __call__(self, layer: int, queries: torch.Tensor, entries: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
         self._plan.store(self._cache, layer, entries)
@@ -25,8 +27,8 @@ class CpuLatentAttentionStep(LatentAttentionStep):
                 self._attend_expanded(layer, chunk, queries, heads, out)
             else:
                 self._attend_absorbed(layer, chunk, queries, heads, out)
-        for decodes in self._plan.decodes:
-            self._attend_decodes(layer, decodes, queries, heads, out)
+        for decodes, mask in zip(self._plan.decodes, self._decode_masks, strict=True):
+            self._attend_decodes(layer, decodes, mask, queries, heads, out)
         return out
 
     def _attend_expanded(
@@ -50,17 +52,36 @@ class CpuLatentAttentionStep(LatentAttentionStep):
             # All heads look at the same entries: they are so many more queries of one head.
             mine = absorbed[tile.start : tile.stop].flatten(0, 1)[None]
             mask = None if tile.mask is None else tile.mask.repeat_interleave(absorbed.shape[1], 0)[None]
-            seen = entries[None, : tile.keys]
+            seen = entries[: tile.keys][None]
             attended = _attend(mine, seen, seen[..., : heads.latent], mask, heads.scale)
             rows = slice(chunk.start + tile.start, chunk.start + tile.stop)
             out[rows] = heads.values(attended.view(tile.stop - tile.start, -1, heads.latent))
 
     def _attend_decodes(
-        self, layer: int, decodes: Decodes, queries: torch.Tensor, heads: LatentHeads, out: torch.Tensor
+        self,
+        layer: int,
+        decodes: Decodes,
+        mask: torch.Tensor | None,
+        queries: torch.Tensor,
+        heads: LatentHeads,
+        out: torch.Tensor,
     ) -> None:
-        entries = self._cache.gather(layer, decodes.pages, decodes.count)[:, : decodes.keys]
+        entries = self._cache.gather(layer, decodes.pages, decodes.count)
         absorbed, latents = heads.absorb(queries[decodes.rows]), entries[..., : heads.latent]
-        out[decodes.rows] = heads.values(_attend(absorbed, entries, latents, decodes.mask, heads.scale))
+        out[decodes.rows] = heads.values(_attend(absorbed, entries, latents, mask, heads.scale))
+
+
+def _to_whole_pages(decodes: Decodes, cache: LatentCache) -> torch.Tensor | None:
+    """The mask for all tokens of all gathered pages: what is behind the longest context is masked, not cut off.
+
+    A cut tensor isn't one block of memory, and is copied for a product in bfloat16: 1.9 ms instead of 0.3 for 16 heads
+    of 4 sequences over 1,025 tokens (one core). What is there is zero, as `AttentionStep` promises.
+    """
+    beyond = len(decodes.pages) // decodes.count * cache.page_size - decodes.keys
+    if beyond == 0:
+        return decodes.mask
+    mask = torch.zeros(1, 1, decodes.keys, dtype=cache.dtype) if decodes.mask is None else decodes.mask
+    return F.pad(mask, (0, beyond), value=float("-inf"))
 
 
 def _attend(
