@@ -80,7 +80,6 @@ class Rig:
 def cuda_rig(ordinal: int) -> Rig:
     """Raises DeviceUnavailable."""
     platform = cuda_platform(ordinal)
-    torch.cuda.set_device(platform.device)
     return Rig(platform.device, open_flashinfer(), torch.bfloat16, TorchCuda(ordinal))
 
 

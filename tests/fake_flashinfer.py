@@ -282,14 +282,16 @@ def softmax(logits: torch.Tensor, temperature: torch.Tensor | None = None) -> to
     return (logits / temperature[:, None]).softmax(-1)
 
 
-def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor, is_deterministic: bool = False) -> torch.Tensor:
+    assert is_deterministic
     assert top_k.dtype == torch.int32
     least = probs.sort(-1, descending=True).values.gather(1, top_k.long()[:, None] - 1)
     kept = probs.where(probs >= least, 0.0)
     return kept / kept.sum(-1, keepdim=True)
 
 
-def top_p_renorm_probs(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def top_p_renorm_probs(probs: torch.Tensor, top_p: torch.Tensor, is_deterministic: bool = False) -> torch.Tensor:
+    assert is_deterministic
     assert top_p.dtype == torch.float32
     ordered = probs.sort(-1, descending=True).values
     # The likeliest tokens whose mass reaches top_p, the one that makes it reach included.

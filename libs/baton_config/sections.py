@@ -184,6 +184,10 @@ class WorkerSettings(Section):
     cpus: Cpus = Field(
         default=(), description="CPUs the worker and its model process are bound to, such as 0,2-3; empty: any"
     )
+    gpus: Cpus = Field(
+        default=(),
+        description="With model.device cuda, the GPU of each rank, such as 2,3; empty: that of the rank's number",
+    )
     start_timeout_s: PositiveFloat = Field(default=120.0, description="How long the model process may take to load")
     metrics: str = Field(default="", description="Address of /metrics and /healthz; empty: none")
 

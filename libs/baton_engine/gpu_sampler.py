@@ -52,11 +52,12 @@ class GpuSampler:
         top_k = [min(draw.sampling.top_k or vocabulary, vocabulary) for draw in draws]
         if min(top_k) < vocabulary:
             limits = torch.tensor(top_k, dtype=torch.int32, device=device)
-            weights = self._kernels.top_k_renorm_probs(weights, limits)
+            weights = self._kernels.top_k_renorm_probs(weights, limits, is_deterministic=True)
         top_p = [draw.sampling.top_p for draw in draws]
         if min(top_p) < 1:
             # Of what top-k left, as everywhere.
-            weights = self._kernels.top_p_renorm_probs(weights, torch.tensor(top_p, device=device))
+            shares = torch.tensor(top_p, device=device)
+            weights = self._kernels.top_p_renorm_probs(weights, shares, is_deterministic=True)
         numbers = [uniform(draw.sampling.seed, draw.position) for draw in draws]
         return invert(weights, torch.tensor(numbers, dtype=torch.float64, device=device))
 

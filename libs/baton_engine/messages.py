@@ -29,7 +29,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     `quantization` "int8": the weights of linears take eight bits; activations and cache are of `dtype` all the same.
     `cpus`: CPUs to pin the process to; empty leaves the affinity alone. `own_cpus`: no other rank runs on them.
     `role` names the process in its log lines.
-    `device`: cuda has a GPU for each rank; there, `graphs` has decodes of up to `max_batch` captured in CUDA graphs.
+    `device`: cuda has a GPU for each rank: the one that `gpus` names for its number in the worker, or of that number.
+    There, `graphs` has decodes of up to `max_batch` captured in CUDA graphs.
     `patience_s`: a rank that comes to a sum this much later than another is stuck; all begin a step within milliseconds
     of each other and do the same, and the slowest step seen took 3 s.
     `rank` of `ranks` tensor-parallel ranks, which together are one engine; `data_parallel`: engines of the worker, each
@@ -41,6 +42,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Quantization = "none"
     device: DeviceName = "cpu"
     graphs: bool = True
+    gpus: tuple[int, ...] = ()
     page_size: int = 16
     kv_bytes: int | None = None
     pages: int | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from baton_engine.errors import SpecInvalid
 from baton_engine.messages import EngineSpec, PositionLogprobs
 from baton_engine.runner import ModelRunner
 from baton_engine.sampler import Draw, sample
@@ -83,5 +84,9 @@ def open_place(spec: EngineSpec, layout: PageLayout) -> Place:
 
 
 def gpu_of(spec: EngineSpec) -> int:
-    """The GPU of a rank, as its process counts them: each rank of the worker has the one of its number."""
-    return spec.dp_rank * spec.ranks + spec.rank
+    """The GPU of a rank, as its process counts them: the one of the rank's number in the worker, or the one that the
+    spec names for it. Raises SpecInvalid where it names too few."""
+    number, ranks = spec.dp_rank * spec.ranks + spec.rank, spec.ranks * spec.data_parallel
+    if spec.gpus and len(spec.gpus) < ranks:
+        raise SpecInvalid(f"gpus names {len(spec.gpus)} GPUs; the worker has {ranks} ranks", ranks=ranks)
+    return spec.gpus[number] if spec.gpus else number

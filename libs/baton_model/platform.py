@@ -35,7 +35,10 @@ def cpu_platform() -> Platform:
 
 
 def cuda_platform(ordinal: int = 0) -> Platform:
-    """The GPU `ordinal` of those that this process sees. Raises `DeviceUnavailable`, which says what is missing."""
+    """The GPU `ordinal` of those that this process sees, which becomes its current one.
+
+    Raises `DeviceUnavailable`, which says what is missing.
+    """
     kernels = open_flashinfer()
     count = torch.cuda.device_count()
     if not torch.cuda.is_available():
@@ -43,7 +46,10 @@ def cuda_platform(ordinal: int = 0) -> Platform:
         raise DeviceUnavailable(f"there is no GPU to compute on: torch {torch.__version__} {built}", device="cuda")
     if not 0 <= ordinal < count:
         raise DeviceUnavailable(f"there is no GPU {ordinal}: this process sees {count}", device="cuda", count=count)
-    return flashinfer_platform(kernels, torch.device("cuda", ordinal), (torch.bfloat16,))
+    device = torch.device("cuda", ordinal)
+    # Streams that are made without saying for which GPU, as for capturing graphs, are this one's.
+    torch.cuda.set_device(device)
+    return flashinfer_platform(kernels, device, (torch.bfloat16,))
 
 
 def flashinfer_platform(kernels: Any, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Platform:

@@ -162,6 +162,7 @@ class Worker:
             dtype=model.dtype,
             device=model.device,
             graphs=model.cuda_graphs,
+            gpus=section.gpus,
             quantization=model.quantization,
             page_size=section.page_size,
             kv_bytes=int(section.kv_bytes),

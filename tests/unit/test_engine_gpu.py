@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton_engine.baton_runner import load_model
-from baton_engine.errors import EngineError
+from baton_engine.errors import EngineError, SpecInvalid
 from baton_engine.executor import Executor, cache_layout
 from baton_engine.group_memory import open_group
 from baton_engine.messages import EngineSpec, Sampling, SequenceStart, StepItem, StepPlan
@@ -127,6 +127,9 @@ def test_each_rank_of_the_worker_has_the_gpu_of_its_number(spec):
     ranks = [(dp_rank, rank) for dp_rank in range(2) for rank in range(3)]
     gpus = [gpu_of(_replace(spec, dp_rank=dp_rank, rank=rank, ranks=3)) for dp_rank, rank in ranks]
     assert gpus == list(range(6))
+    assert gpu_of(_replace(spec, rank=1, ranks=2, gpus=(7, 5))) == 5
+    with pytest.raises(SpecInvalid, match="gpus names 1 GPUs; the worker has 2 ranks"):
+        gpu_of(_replace(spec, ranks=2, gpus=(7,)))
 
 
 def test_ranks_on_gpus_meet_in_an_empty_file(spec):

@@ -116,10 +116,11 @@ def test_a_normalisation_that_forgets_its_weight_is_found(rig):
 
 
 def test_truncation_that_cuts_nothing_is_found(rig):
+    def keep(probs, limits, is_deterministic):
+        return probs
+
     with pytest.raises(gpu_check.Failed, match="outside the best 8"):
-        gpu_models.check_sampler(
-            wrong(rig, top_k_renorm_probs=lambda probs, _: probs, top_p_renorm_probs=lambda probs, _: probs)
-        )
+        gpu_models.check_sampler(wrong(rig, top_k_renorm_probs=keep, top_p_renorm_probs=keep))
 
 
 def test_a_counter_that_the_gpu_does_not_move_is_found(rig, monkeypatch):
