@@ -61,20 +61,20 @@ def checkpoint(case: Case, directory: Path) -> Path:
     return SmallModel(**{"layers": 3, **case.small}).write_hugging_face(directory, shards=2)
 
 
-def expected(directory: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def expected(directory: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     # Grouped products want inner sizes that are multiples of four.
     model.set_experts_implementation("eager")
     with torch.inference_mode():
-        logits = model(torch.tensor([TOKENS]), use_cache=False).logits[0]
+        logits = model(torch.tensor([TOKENS]), use_cache=False).logits[0].float()
     # A constant output would pass a comparison.
     assert logits.std(0).mean() > 0.1
     return logits
 
 
-def found(directory: Path, order: str, group: RankGroup = SOLO) -> torch.Tensor:
+def found(directory: Path, order: str, group: RankGroup = SOLO, dtype: str = "float32") -> torch.Tensor:
     """Logits of a prompt in two chunks, then of 32 decode steps."""
-    model = load_model(directory, "float32", group=group)
+    model = load_model(directory, dtype, group=group)
     return PagedRunner(model, pages=14, page_size=8, order=order).run("only", TOKENS, [41, 17, *[1] * 32])
 
 
@@ -91,3 +91,11 @@ def test_logits(tmp_path, case):
             assert all(torch.equal(sharded[0], other) for other in sharded[1:])
             assert (sharded[0] - whole).abs().max() < TOLERANCE
             assert (sharded[0] - right).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+def test_bfloat16_errs_no_more_than_transformers_does(tmp_path, family):
+    directory = SmallModel(family=family, vocabulary=67, layers=3).write_hugging_face(tmp_path)
+    exact, rounded = expected(directory), expected(directory, torch.bfloat16)
+    ours = found(directory, "HND", dtype="bfloat16")
+    assert (ours - exact).abs().mean() < 1.2 * (rounded - exact).abs().mean()
