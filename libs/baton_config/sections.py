@@ -145,6 +145,10 @@ class GatewaySettings(Section):
     prefill_candidates: PositiveInt = Field(
         default=3, description="Prefill workers offered to the decode worker, best first"
     )
+    prefix_routing: bool = Field(
+        default=True,
+        description="Whether requests go, load permitting, to workers that served the beginning of their prompt before",
+    )
     worker_wait_s: Annotated[float, Field(ge=0)] = Field(
         default=5.0, description="How long a request waits for a worker to be there before it is refused"
     )

@@ -13,7 +13,7 @@ import grpc
 from baton.v1 import registry_pb2
 
 from baton_gateway.load import LoadBook
-from baton_gateway.registry import Lease, WorkerKey, WorkerRegistry
+from baton_gateway.registry import Lease, WorkerKey, WorkerRegistry, worker_key
 from baton_gateway.routing import COLOCATED, DECODE, PREFILL, Candidate
 from baton_rpc import open_channel
 from baton_telemetry import GatewayMetrics
@@ -99,7 +99,7 @@ class Cluster:
 
         A worker that lost its lease may only be slow: what it still serves is left to end by itself.
         """
-        key = worker.worker_id, worker.incarnation
+        key = worker_key(worker)
         shared = self._channels.get(key)
         if shared is None or shared.address != worker.address:
             if shared is not None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import grpc
 from baton.v1 import decode_pb2, decode_pb2_grpc, registry_pb2
 
+from baton_gateway.affinity import PrefixMemory, Trail
 from baton_gateway.cluster import Cluster
 from baton_gateway.errors import BrokenStream, NoWorker
-from baton_gateway.registry import WorkerKey
+from baton_gateway.registry import WorkerKey, worker_key
 from baton_gateway.requests import Generation, fit_to_context
 from baton_gateway.routing import Route, RoutingRules, choose, context_length
 from baton_rpc import RemoteError
@@ -36,8 +37,17 @@ class Trace:
 
 
 class Dispatcher:
-    def __init__(self, cluster: Cluster, rules: RoutingRules, worker_wait_s: float, default_max_tokens: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        rules: RoutingRules,
+        worker_wait_s: float,
+        default_max_tokens: int,
+        prefixes: PrefixMemory | None = None,
+    ) -> None:
+        """`prefixes` None: routes don't depend on what workers may have cached."""
         self._cluster = cluster
+        self._prefixes = prefixes
         self._rules = rules
         self._worker_wait_s = worker_wait_s
         self._default_max_tokens = default_max_tokens
@@ -56,23 +66,26 @@ class Dispatcher:
 
         Raises NoWorker, ContextLengthExceeded, RemoteError (what the worker said), BrokenStream.
         """
+        trail: Trail | None = None
+        if self._prefixes is not None:
+            trail = Trail(self._prefixes, generation.prompt.token_ids, generation.cache_salt)
         while True:
-            route = await self._route(generation, trace)
+            route = await self._route(generation, trace, trail)
             trace.attempts += 1
             trace.decode_worker = route.decode.worker_id
             answered = False
             try:
                 # Closed by hand: a generator that is left alone is only closed by the garbage collector.
-                async with aclosing(self._attempt(generation, route, trace.attempts)) as responses:
+                async with aclosing(self._attempt(generation, route, trace.attempts, trail)) as responses:
                     async for response in responses:
                         answered = True
                         yield response
                 return
             except grpc.aio.AioRpcError as error:
                 failure = RemoteError.from_rpc(error)
-                trace.tried.add((route.decode.worker_id, route.decode.incarnation))
+                trace.tried.add(worker_key(route.decode))
                 retry = error.code() is grpc.StatusCode.UNAVAILABLE and not answered and trace.attempts < MAX_ATTEMPTS
-                if not retry or not self._another(generation, trace):
+                if not retry or not self._another(generation, trace, trail):
                     raise failure from error
                 logger.warning(
                     "request %s: decode worker %s failed before its first token, trying another: %s",
@@ -82,7 +95,7 @@ class Dispatcher:
                 )
 
     async def _attempt(
-        self, generation: Generation, route: Route, number: int
+        self, generation: Generation, route: Route, number: int, trail: Trail | None
     ) -> AsyncGenerator[decode_pb2.DecodeGenerateResponse, None]:
         prompt = generation.prompt.token_ids
         sampling = generation.sampling
@@ -97,22 +110,26 @@ class Dispatcher:
         )
         default = min(self._default_max_tokens, max(1, _room(route.decode) - len(prompt)))
         request.sampling.max_tokens = fit_to_context(len(prompt), sampling.max_tokens, context, default)
-        key = route.decode.worker_id, route.decode.incarnation
+        key = worker_key(route.decode)
+        prefills = {worker.worker_id: worker_key(worker) for worker in route.prefill}
         with ExitStack() as stack:
             stack.enter_context(self._cluster.loads.request(key))
             offer = None
             if route.prefill:
-                first = route.prefill[0]
-                offer = self._cluster.loads.prompt((first.worker_id, first.incarnation), len(prompt))
+                offer = self._cluster.loads.prompt(worker_key(route.prefill[0]), len(prompt))
                 stack.callback(offer.close)
             stub = decode_pb2_grpc.DecodeStub(stack.enter_context(self._cluster.channel(route.decode)))
             call = stub.Generate(request, timeout=generation.deadline.remaining())
             # Whatever ends this attempt, the worker hears of it at once; after the last message this does nothing.
             stack.callback(call.cancel)
+            if trail is not None:
+                stack.callback(trail.ended, key)
             finished = False
             async for response in call:
                 if offer is not None and response.token_ids:
                     offer.close()
+                if trail is not None:
+                    trail.answered(response.token_ids, key, prefills.get(response.timeline.prefill_worker))
                 finished = finished or response.finish_reason != 0
                 yield response
             if not finished:
@@ -121,7 +138,7 @@ class Dispatcher:
                     worker=route.decode.worker_id,
                 )
 
-    async def _route(self, generation: Generation, trace: Trace) -> Route:
+    async def _route(self, generation: Generation, trace: Trace, trail: Trail | None) -> Route:
         """Waits a while for a worker to be there: between a crash and the restart's registration lie seconds."""
         started = time.monotonic_ns()
         wait = generation.deadline.limited(self._worker_wait_s)
@@ -129,7 +146,7 @@ class Dispatcher:
             while True:
                 changed = self._cluster.changed
                 try:
-                    return self._choose(generation, trace)
+                    return self._choose(generation, trace, trail)
                 except NoWorker:
                     if wait.passed:
                         raise
@@ -137,7 +154,7 @@ class Dispatcher:
         finally:
             trace.route_us += (time.monotonic_ns() - started) // 1000
 
-    def _choose(self, generation: Generation, trace: Trace) -> Route:
+    def _choose(self, generation: Generation, trace: Trace, trail: Trail | None) -> Route:
         sampling = generation.sampling
         return choose(
             self._cluster.candidates(),
@@ -145,11 +162,12 @@ class Dispatcher:
             len(generation.prompt.token_ids),
             sampling.max_tokens,
             trace.tried,
+            trail.held() if trail is not None else {},
         )
 
-    def _another(self, generation: Generation, trace: Trace) -> bool:
+    def _another(self, generation: Generation, trace: Trace, trail: Trail | None) -> bool:
         try:
-            self._choose(generation, trace)
+            self._choose(generation, trace, trail)
         except NoWorker:
             return False
         return True

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from baton.v1 import registry_pb2
 
-from baton_gateway.registry import WorkerKey
+from baton_gateway.registry import WorkerKey, worker_key
 from baton_gateway.routing import Candidate
 
 
@@ -71,7 +71,7 @@ class LoadBook:
         return [self._candidate(worker) for worker in workers]
 
     def _candidate(self, worker: registry_pb2.WorkerInfo) -> Candidate:
-        account = self._accounts.get((worker.worker_id, worker.incarnation), _Account())
+        account = self._accounts.get(worker_key(worker), _Account())
         load = worker.load
         requests = load.running_requests + load.waiting_requests + account.requests - account.reported_requests
         tokens = load.queued_prompt_tokens + account.prompt_tokens - account.reported_prompt_tokens

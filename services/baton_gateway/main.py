@@ -10,6 +10,7 @@ from baton.v1 import inference_pb2_grpc, registry_pb2_grpc
 
 from baton_actors import first_to_end, serve_until_signalled
 from baton_config import Settings, resolve_model, served_name
+from baton_gateway.affinity import PrefixMemory
 from baton_gateway.cluster import Cluster
 from baton_gateway.dispatch import Dispatcher
 from baton_gateway.health import STALL_SECONDS, Health, HealthReporter
@@ -43,7 +44,8 @@ class Gateway:
             prefill_candidates=options.prefill_candidates,
             decode_computes_prompts=settings.decode.local_prefill != "never",
         )
-        dispatcher = Dispatcher(self.cluster, rules, options.worker_wait_s, options.default_max_tokens)
+        prefixes = PrefixMemory() if options.prefix_routing else None
+        dispatcher = Dispatcher(self.cluster, rules, options.worker_wait_s, options.default_max_tokens, prefixes)
         self.service = GatewayService(rules.model, tokenizer, dispatcher, self.metrics, options.max_requests)
         self.health = health = Health(self.service, stall_s)
         self._registry = RpcServer([options.registry], tls=tls, allow_insecure=insecure)

@@ -21,6 +21,10 @@ WorkerKey = tuple[str, int]
 _NEEDS_AGENT = (registry_pb2.WORKER_ROLE_PREFILL, registry_pb2.WORKER_ROLE_DECODE)
 
 
+def worker_key(worker: registry_pb2.WorkerInfo) -> WorkerKey:
+    return worker.worker_id, worker.incarnation
+
+
 @dataclass
 class Lease:
     """lease_id: given out once. expires: in seconds of the caller's clock."""
@@ -31,7 +35,7 @@ class Lease:
 
     @property
     def key(self) -> WorkerKey:
-        return self.worker.worker_id, self.worker.incarnation
+        return worker_key(self.worker)
 
 
 class WorkerRegistry:

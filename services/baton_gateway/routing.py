@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from baton.v1 import registry_pb2
 
 from baton_gateway.errors import NoDecodeWorker, NoPrefillWorker, NoWorker, NoWorkerForModel
-from baton_gateway.registry import WorkerKey
+from baton_gateway.registry import WorkerKey, worker_key
 
 PREFILL = registry_pb2.WORKER_ROLE_PREFILL
 DECODE = registry_pb2.WORKER_ROLE_DECODE
 COLOCATED = registry_pb2.WORKER_ROLE_COLOCATED
+
+
+# A decode worker that has all of a prompt gets it unless it has this many requests more than another: what is there
+# need not be transferred, and a step grows by little with each request.
+PREFIX_REQUESTS = 4
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class Candidate:
 
     @property
     def key(self) -> WorkerKey:
-        return self.worker.worker_id, self.worker.incarnation
+        return worker_key(self.worker)
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,13 @@ def choose(
     prompt_tokens: int,
     max_tokens: int,
     excluded: Collection[WorkerKey] = (),
+    held: Mapping[WorkerKey, int] = MappingProxyType({}),
 ) -> Route:
     """The least loaded decode worker that is able, and the prefill workers of the same model, best first.
 
     max_tokens: 0 for all that the context leaves. excluded: decode workers that were tried for this request already.
+    held: tokens of the prompt that workers are believed to have in their prefix caches. A prefill worker's are as many
+    fewer to compute; a decode worker's make up for `PREFIX_REQUESTS`, or their share of it.
     Raises NoWorkerForModel, NoDecodeWorker, NoPrefillWorker.
     """
     serving = [candidate for candidate in candidates if candidate.worker.model.name == rules.model]
@@ -71,12 +80,15 @@ def choose(
     if not decodes:
         raise _no_decode(candidates, serving, rules, bool(excluded))
 
+    def has(candidate: Candidate) -> int:
+        return held.get(candidate.key, 0)
+
     def offered(decode: Candidate) -> list[Candidate]:
         """A prompt of one token needs none: the decode worker runs the last token itself."""
         if decode.worker.role == COLOCATED or prompt_tokens <= 1:
             return []
         same = [c for c in prefills if c.worker.model.fingerprint == decode.worker.model.fingerprint]
-        return sorted(same, key=lambda c: (c.prompt_tokens, c.requests, c.turn, c.worker.worker_id))
+        return sorted(same, key=lambda c: (c.prompt_tokens - has(c), c.requests, c.turn, c.worker.worker_id))
 
     def able(decode: Candidate) -> bool:
         alone = decode.worker.role == COLOCATED or prompt_tokens <= 1 or rules.decode_computes_prompts
@@ -91,14 +103,15 @@ def choose(
             decode_workers=len(decodes),
             prefill_workers=len(prefills),
         )
-    best = min(ables, key=lambda c: _decode_rank(c, prompt_tokens + max_tokens if max_tokens else None))
+    tokens = prompt_tokens + max_tokens if max_tokens else None
+    best = min(ables, key=lambda c: _decode_rank(c, tokens, PREFIX_REQUESTS * has(c) / prompt_tokens))
     return Route(best.worker, tuple(c.worker for c in offered(best)[: rules.prefill_candidates]))
 
 
-def _decode_rank(candidate: Candidate, tokens: int | None) -> tuple[int, int, int, int, str]:
+def _decode_rank(candidate: Candidate, tokens: int | None, spared: float) -> tuple[int, float, int, int, str]:
     """Smaller is better: room for the request now, then few requests, then many free pages, then turns.
 
-    tokens: prompt and answer; None: the whole context.
+    tokens: prompt and answer; None: the whole context. spared: requests that are not counted.
     """
     load = candidate.worker.load
     tokens = candidate.worker.model.max_model_len if tokens is None else tokens
@@ -112,7 +125,7 @@ def _decode_rank(candidate: Candidate, tokens: int | None) -> tuple[int, int, in
         room = 1
     else:
         room = 0
-    return room, candidate.requests, -load.free_pages, candidate.turn, candidate.worker.worker_id
+    return room, candidate.requests - spared, -load.free_pages, candidate.turn, candidate.worker.worker_id
 
 
 def _no_decode(

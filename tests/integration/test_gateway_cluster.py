@@ -246,3 +246,46 @@ asyncio.run(run(load_settings({"gateway": free, "model": {"served_name": "test-m
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@pytest.mark.parametrize("routed", [True, False])
+async def test_a_conversation_stays_with_the_worker_that_has_its_beginning(routed: bool) -> None:
+    async with gateway(prefix_routing=routed) as stack:
+        workers = [says(worker_id=f"c{number}") for number in range(2)]
+        for worker in workers:
+            await stack.add(worker)
+        async with stack.client() as client:
+            prompts = [[7 + number] * 80 for number in range(4)]
+            for turn in range(3):
+                for prompt in prompts:
+                    await client.completions.create(
+                        model="test-model", prompt=prompt + [3] * turn, max_tokens=4, extra_body={"cache_salt": "s"}
+                    )
+        served = [[request.prompt_token_ids[0] for request in worker.requests] for worker in workers]
+        assert {request.cache_salt for worker in workers for request in worker.requests} == {"s"}
+        assert sorted(map(len, served)) == [6, 6]
+        if routed:
+            assert not set(served[0]) & set(served[1])
+
+
+async def test_requests_with_one_beginning_at_once_are_shared_out_all_the_same() -> None:
+    async with gateway() as stack:
+        workers = [says(worker_id=f"c{number}") for number in range(2)]
+        for worker in workers:
+            await stack.add(worker)
+        prompt = [7] * 80
+        async with stack.client() as client:
+            await client.completions.create(model="test-model", prompt=prompt, max_tokens=4)
+            for worker in workers:
+                worker.gate = asyncio.Semaphore(0)
+            asked = [
+                asyncio.create_task(client.completions.create(model="test-model", prompt=prompt, max_tokens=4))
+                for _ in range(12)
+            ]
+            await eventually(lambda: sum(worker.running for worker in workers) == 12)
+            assert min(worker.running for worker in workers) >= 4
+            for worker in workers:
+                assert worker.gate is not None
+                for _ in range(100):
+                    worker.gate.release()
+            await asyncio.gather(*asked)
