@@ -11,8 +11,9 @@ import torch
 from .attention.base import AttentionBackend
 from .attention.cpu import CpuAttention
 from .errors import DeviceUnavailable
+from .layers.cpu_operators import CpuOperators
 from .layers.linear import Quantization
-from .layers.operators import Operators, TorchOperators
+from .layers.operators import Operators
 
 DeviceName = Literal["cpu", "cuda"]
 
@@ -30,7 +31,7 @@ class Platform:
 
 def cpu_platform() -> Platform:
     return Platform(
-        torch.device("cpu"), CpuAttention(), TorchOperators(), (torch.float32, torch.bfloat16), ("none", "int8")
+        torch.device("cpu"), CpuAttention(), CpuOperators(), (torch.float32, torch.bfloat16), ("none", "int8")
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton_model.batch import ForwardBatch
 from baton_model.config import RopeConfig
 from baton_model.errors import InvalidBatch
+from baton_model.layers.operators import TorchOperators
 from baton_model.layers.rotary import Rotary, attention_factor, frequencies
 from baton_model.loaders import load_model
 from baton_model.model import Model
@@ -100,7 +101,7 @@ def test_stretched_frequencies_lie_between_the_plain_and_the_divided_ones(config
 
 @given(st.integers(0, 100_000), st.integers(0, 1000))
 def test_scores_depend_on_the_distance_only(position, distance):
-    rotary = Rotary(RopeConfig(theta=10_000.0), 16, torch.float64, torch.device("cpu"))
+    rotary = Rotary(RopeConfig(theta=10_000.0), 16, torch.float64, torch.device("cpu"), TorchOperators())
     rotary._frequencies = rotary._frequencies.to(torch.float64)
     torch.manual_seed(distance)
     query, key = torch.randn(2, 1, 1, 16, dtype=torch.float64)

@@ -49,7 +49,7 @@ def test_outliers_cost_little():
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_int8_is_within_a_percent_or_two_of_float(dtype, tokens):
     weight, x, bias = random(320, 256, seed=1), random(tokens, 256, seed=2), random(320, seed=3)
-    found = Int8Linear(weight, bias)(x.to(dtype))
+    found = Int8Linear(weight, bias.to(dtype))(x.to(dtype))
     assert found.dtype == dtype
     assert relative_error(found, FloatLinear(weight, bias)(x)) < 0.02
 

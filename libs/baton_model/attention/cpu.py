@@ -1,68 +1,72 @@
-"""Attention on a CPU: pages are gathered by row copies, then torch's fused kernel attends."""
+"""Attention on a CPU: the native kernels read keys and values where they lie in the pages."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from .. import _kernels
 from ..batch import ForwardBatch
 from ..cache import KvCache, LatentCache
 from .base import AttentionBackend, AttentionStep
 from .cpu_latent import CpuLatentAttentionStep
-from .paging import Chunk, Decodes, PagePlan, plan_pages
+from .pages import page_tables
+from .paging import plan_pages
 
 
 class CpuAttentionStep(AttentionStep):
     """See `AttentionStep`."""
 
-    def __init__(self, cache: KvCache, plan: PagePlan) -> None:
+    def __init__(self, cache: KvCache, batch: ForwardBatch, tables: list[list[int]]) -> None:
         self._cache = cache
-        self._plan = plan
+        self._batch = batch
+        self._tables = tables
+        # For the number of query heads of the first layer, which is that of all.
+        self._native: _kernels.AttentionStep | None = None
 
     def __call__(self, layer: int, queries: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        self._plan.store(self._cache, layer, entries)
+        cache = self._cache
+        queries, entries = _rows(queries), _rows(entries)
         out = torch.empty(queries.shape, dtype=queries.dtype)
-        for chunk in self._plan.chunks:
-            self._attend_chunk(layer, chunk, queries, out)
-        for decodes in self._plan.decodes:
-            self._attend_decodes(layer, decodes, queries, out)
+        if self._native is None:
+            self._native = self._plan(queries.shape[1])
+        self._native.run(
+            cache.tensor[layer].data_ptr(),
+            queries.data_ptr(),
+            queries.stride(0),
+            entries.data_ptr(),
+            entries.stride(0),
+            out.data_ptr(),
+        )
         return out.flatten(1)
 
-    def _attend_chunk(self, layer: int, chunk: Chunk, queries: torch.Tensor, out: torch.Tensor) -> None:
-        keys, values = self._cache.gather(layer, chunk.pages, 1)
-        heads = queries[chunk.start : chunk.stop].transpose(0, 1)[None]
-        result = out[chunk.start : chunk.stop]
-        for tile in chunk.tiles:
-            attended = F.scaled_dot_product_attention(
-                heads[:, :, tile.start : tile.stop],
-                keys[:, :, : tile.keys],
-                values[:, :, : tile.keys],
-                attn_mask=tile.mask,
-                enable_gqa=True,
-            )
-            result[tile.start : tile.stop] = attended[0].transpose(0, 1)
-
-    def _attend_decodes(self, layer: int, decodes: Decodes, queries: torch.Tensor, out: torch.Tensor) -> None:
-        cache = self._cache
-        keys, values = cache.gather(layer, decodes.pages, decodes.count)
-        # The query heads that share a KV head are as good as so many queries of that head.
-        grouped = queries[decodes.rows].view(decodes.count, cache.kv_heads, -1, cache.head_dim)
-        attended = F.scaled_dot_product_attention(
-            grouped,
-            keys[:, :, : decodes.keys],
-            values[:, :, : decodes.keys],
-            attn_mask=None if decodes.mask is None else decodes.mask[:, None],
+    def _plan(self, heads: int) -> _kernels.AttentionStep:
+        cache, batch = self._cache, self._batch
+        return _kernels.AttentionStep(
+            heads=heads,
+            kv_heads=cache.kv_heads,
+            page_size=cache.page_size,
+            head_dim=cache.head_dim,
+            tokens_first=cache.order == "NHD",
+            bfloat16=cache.dtype == torch.bfloat16,
+            query_lens=batch.query_lens,
+            context_lens=batch.context_lens,
+            tables=self._tables,
+            threads=torch.get_num_threads(),
         )
-        out[decodes.rows] = attended.flatten(1, 2)
 
 
 class CpuAttention(AttentionBackend):
-    """Attention for float32 and bfloat16: over keys and values through `scaled_dot_product_attention`."""
+    """Attention for float32 and bfloat16."""
 
     def plan(self, batch: ForwardBatch, cache: KvCache) -> CpuAttentionStep:
         """See `AttentionBackend.plan`."""
-        return CpuAttentionStep(cache, plan_pages(batch, cache))
+        return CpuAttentionStep(cache, batch, page_tables(batch, cache.page_size, cache.pages))
 
     def plan_latent(self, batch: ForwardBatch, cache: LatentCache) -> CpuLatentAttentionStep:
         """See `AttentionBackend.plan_latent`."""
         return CpuLatentAttentionStep(cache, plan_pages(batch, cache))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself if what belongs to a token lies side by side, otherwise a copy."""
+    return x if x[0].is_contiguous() else x.contiguous()

@@ -136,7 +136,7 @@ class Decoder(LayerStack[AttentionStep]):
         attention: Callable[[int], Attention[AttentionStep]],
         feed_forward: Callable[[int], FeedForward],
     ) -> None:
-        rotary = Rotary(config.rope, config.head_dim, weights.dtype, weights.device)
+        rotary = Rotary(config.rope, config.head_dim, weights.dtype, weights.device, weights.operators)
         super().__init__(config, weights, backend, rotary, attention, feed_forward)
 
     def plan(self, batch: ForwardBatch, cache: PagedCache) -> AttentionStep:

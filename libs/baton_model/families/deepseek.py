@@ -36,7 +36,9 @@ class Deepseek(LatentDecoder):
             config,
             weights,
             backend,
-            Rotary(config.rope, latent.rope, weights.dtype, weights.device, latent.interleaved_rotary),
+            Rotary(
+                config.rope, latent.rope, weights.dtype, weights.device, weights.operators, latent.interleaved_rotary
+            ),
             attention=lambda layer: attention(config, latent, layer, weights),
             feed_forward=lambda layer: feed_forward(config, layer, weights),
         )

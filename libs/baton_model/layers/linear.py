@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from .. import _kernels
+
 Quantization = Literal["none", "int8"]
 
 # Activations are shifted by this to be unsigned: oneDNN multiplies u8 by s8 with VNNI, and s8 by s8 in a reference loop
@@ -51,10 +53,10 @@ class Int8Linear(Linear):
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """`weight` `[out_features, in_features]`, bias `[out_features]` or None."""
-        inputs = weight.shape[1]
-        self._rotation = hadamard(math.gcd(inputs, _ROTATED))
-        weight = self._rotate(weight.to(torch.float32))
+        """`weight` `[out_features, in_features]` of any float; bias `[out_features]` in the activations' dtype, or
+        None."""
+        self._block = math.gcd(weight.shape[1], _ROTATED)
+        weight = (weight.to(torch.float32).reshape(-1, self._block) @ hadamard(self._block)).view(weight.shape)
         largest = weight.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny)
         quantized = (weight * (127 / largest)[:, None]).round_().to(torch.int8)
         self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)
@@ -63,20 +65,19 @@ class Int8Linear(Linear):
         self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self._rotate(x.reshape(-1, x.shape[-1]))
-        largest = rows.abs().amax(dim=1, keepdim=True).to(torch.float32).clamp_(min=torch.finfo(torch.float32).tiny)
-        tokens = (rows * (127 / largest)).add_(_SHIFT).round_().to(torch.uint8)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        count, inputs = rows.shape
+        bfloat16, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
+        tokens, scales = torch.empty((count, inputs), dtype=torch.uint8), torch.empty(count)
+        _kernels.quantize(
+            rows.data_ptr(), tokens.data_ptr(), scales.data_ptr(), count, inputs, self._block, bfloat16, threads
+        )
         product: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             tokens, 1.0, _SHIFT, self._weight, self._scales, self._zero_points, None, 1.0, 0, x.dtype, "none", [], ""
         )
-        product = product.mul_((largest / 127).to(x.dtype))
-        if self._bias is not None:
-            product += self._bias
+        bias = 0 if self._bias is None else self._bias.data_ptr()
+        _kernels.scale(product.data_ptr(), scales.data_ptr(), bias, count, product.shape[1], bfloat16, threads)
         return product.view(*x.shape[:-1], -1)
-
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """`[N, in_features]`, each block of in_features by the rotation."""
-        return (x.reshape(-1, len(self._rotation)) @ self._rotation.to(x.dtype)).view(x.shape)
 
 
 @functools.cache

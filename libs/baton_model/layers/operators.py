@@ -24,6 +24,13 @@ class Operators(ABC):
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` of `[..., 2 n]`, in which gate comes first: `[..., n]`."""
 
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Turns `x [N, heads, head_dim]` in place: with `x = (a, b)` in halves, to `x * cos + (b, a) * sin`. `cos` and
+        `sin`, signed, `[N, 1, head_dim]`, in x's dtype."""
+        first, second = x.chunk(2, dim=-1)
+        swapped = torch.cat((second, first), dim=-1)
+        x.mul_(cos).addcmul_(swapped, sin)
+
 
 class TorchOperators(Operators):
     """On any device."""

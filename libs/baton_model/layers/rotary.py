@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import RopeConfig
+from .operators import Operators
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -86,15 +87,15 @@ class Rotation:
 
     cos: torch.Tensor
     sin: torch.Tensor
+    operators: Operators
     interleaved: bool = False
 
     def __call__(self, x: torch.Tensor) -> None:
         """Turns `x [N, heads, head_dim]` in place."""
-        if self.interleaved:
-            swapped = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
-        else:
-            first, second = x.chunk(2, dim=-1)
-            swapped = torch.cat((second, first), dim=-1)
+        if not self.interleaved:
+            self.operators.rotate(x, self.cos, self.sin)
+            return
+        swapped = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
         x.mul_(self.cos).addcmul_(swapped, self.sin)
 
 
@@ -107,11 +108,13 @@ class Rotary:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        operators: Operators,
         interleaved: bool = False,
     ) -> None:
         self._frequencies = frequencies(config, head_dim).to(device)
         self._factor = attention_factor(config)
         self._dtype = dtype
+        self._operators = operators
         self._interleaved = interleaved
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
@@ -122,4 +125,4 @@ class Rotary:
             cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), dim=-1).flatten(-2)
         else:
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return Rotation(cos.to(self._dtype), sin.to(self._dtype), self._interleaved)
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype), self._operators, self._interleaved)

@@ -1,0 +1,62 @@
+"""What a CPU computes of a model, for the instruction set of this processor.
+
+Tensors come as addresses (`data_ptr()`), contiguous unless a stride is given, in elements; `bfloat16` says which of the
+two element types they have. Nothing is checked. Calls release the GIL and use `threads` threads, those of OpenMP that
+torch uses too.
+"""
+
+from collections.abc import Sequence
+
+def instruction_set() -> str:
+    """avx512bf16, avx512, avx2 or portable: the best there is, or the one that BATON_KERNELS names."""
+
+class AttentionStep:
+    """Attention of one forward pass over a paged cache of keys and values."""
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        tokens_first: bool,
+        bfloat16: bool,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        threads: int,
+    ) -> None:
+        """`tables`: pages of each sequence, enough for its context. `tokens_first`: NHD, otherwise HND."""
+
+    def run(self, cache: int, queries: int, query_stride: int, entries: int, entry_stride: int, out: int, /) -> None:
+        """See `baton_model.attention.base.AttentionStep`. `cache`: the layer's first page."""
+
+def rms_norm(
+    x: int, weight: int, out: int, rows: int, size: int, eps: float, bfloat16: bool, threads: int, /
+) -> None: ...
+def silu_and_mul(x: int, out: int, rows: int, inner: int, bfloat16: bool, threads: int, /) -> None:
+    """`x`: `[rows, 2 * inner]`, gate before up."""
+
+def rotate(
+    x: int,
+    stride: int,
+    cos: int,
+    sin: int,
+    rows: int,
+    heads: int,
+    head_dim: int,
+    bfloat16: bool,
+    threads: int,
+    /,
+) -> None:
+    """In place: `x` `[rows, heads, head_dim]`, rows `stride` apart; `cos`, `sin` (signed) `[rows, head_dim]`."""
+
+def quantize(
+    x: int, tokens: int, scales: int, rows: int, size: int, block: int, bfloat16: bool, threads: int, /
+) -> None:
+    """`x` `[rows, size]` to `tokens` (u8, 128 for zero) and float `scales` `[rows]`, each block of `block` inputs, a
+    power of two, multiplied by Hadamard's matrix first."""
+
+def scale(x: int, scales: int, bias: int, rows: int, size: int, bfloat16: bool, threads: int, /) -> None:
+    """In place: `x` `[rows, size]` times float `scales` `[rows]`, plus `bias` `[size]` unless that is 0."""

@@ -1,0 +1,119 @@
+#include "attention_step.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+namespace baton::kernels {
+
+namespace {
+
+// Rows of a task at most. Each task copies the keys that it sees, which costs as much as some six rows do; more tasks
+// are more to share among threads.
+constexpr int64_t kBandRows = 192;
+
+// Kept from call to call: fresh memory would be faulted in page by page.
+void *scratch(int64_t bytes) {
+    struct Free {
+        void operator()(void *memory) const { std::free(memory); }
+    };
+    thread_local std::unique_ptr<void, Free> memory;
+    thread_local int64_t size = 0;
+    if (size < bytes) {
+        memory.reset(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)));
+        size = memory ? bytes : 0;
+        if (!memory) throw std::bad_alloc();
+    }
+    return memory.get();
+}
+
+}  // namespace
+
+AttentionStep::AttentionStep(CacheShape shape, int64_t heads, const std::vector<int64_t> &query_lens,
+                             const std::vector<int64_t> &context_lens, const std::vector<std::vector<int32_t>> &tables,
+                             int threads)
+    : shape_(shape),
+      heads_(heads),
+      element_(shape.bfloat16 ? 2 : 4),
+      page_stride_(2 * shape.kv_heads * shape.page_size * shape.head_dim * element_),
+      plane_stride_(page_stride_ / 2),
+      head_stride_((shape.tokens_first ? 1 : shape.page_size) * shape.head_dim * element_),
+      token_stride_((shape.tokens_first ? shape.kv_heads : 1) * shape.head_dim * element_),
+      query_lens_(query_lens),
+      context_lens_(context_lens),
+      tables_(tables),
+      threads_(threads) {
+    const int64_t group = heads / shape.kv_heads, most = std::max<int64_t>(kBandRows / group, 1);
+    int64_t start = 0;
+    for (size_t i = 0; i < query_lens.size(); ++i) {
+        starts_.push_back(start);
+        start += query_lens[i];
+        for (int64_t first = 0; first < query_lens[i]; first += most)
+            bands_.push_back({static_cast<int64_t>(i), first, std::min(most, query_lens[i] - first)});
+    }
+    // The longest first, so that no thread is left with one at the end.
+    std::stable_sort(bands_.begin(), bands_.end(), [this](const Band &a, const Band &b) {
+        return a.tokens * context_lens_[a.sequence] > b.tokens * context_lens_[b.sequence];
+    });
+}
+
+void AttentionStep::run(void *cache, const void *queries, int64_t query_stride, const void *entries,
+                        int64_t entry_stride, void *out) const {
+    char *layer = static_cast<char *>(cache);
+    store(layer, static_cast<const char *>(entries), entry_stride);
+    const int64_t tasks = static_cast<int64_t>(bands_.size()) * shape_.kv_heads;
+    const char *from = static_cast<const char *>(queries);
+    char *to = static_cast<char *>(out);
+#pragma omp parallel for schedule(dynamic) num_threads(threads_) if (threads_ > 1 && tasks > 1)
+    for (int64_t task = 0; task < tasks; ++task)
+        attend(layer, from, query_stride, to, bands_[task / shape_.kv_heads], task % shape_.kv_heads);
+}
+
+void AttentionStep::store(char *cache, const char *entries, int64_t entry_stride) const {
+    const int64_t size = shape_.head_dim * element_;
+    for (size_t i = 0; i < tables_.size(); ++i) {
+        const int64_t context = context_lens_[i], first = context - query_lens_[i];
+        for (int64_t token = first; token < context; ++token) {
+            const char *row = entries + (starts_[i] + token - first) * entry_stride * element_;
+            char *page = cache + tables_[i][token / shape_.page_size] * page_stride_ +
+                         token % shape_.page_size * token_stride_;
+            for (int64_t plane = 0; plane < 2; ++plane)
+                for (int64_t head = 0; head < shape_.kv_heads; ++head, row += size)
+                    std::memcpy(page + plane * plane_stride_ + head * head_stride_, row, static_cast<size_t>(size));
+        }
+        const int64_t used = context % shape_.page_size;
+        if (used == 0 || used > query_lens_[i]) continue;
+        char *last = cache + tables_[i][(context - 1) / shape_.page_size] * page_stride_;
+        for (int64_t token = used; token < shape_.page_size; ++token)
+            for (int64_t plane = 0; plane < 2; ++plane)
+                for (int64_t head = 0; head < shape_.kv_heads; ++head)
+                    std::memset(last + token * token_stride_ + plane * plane_stride_ + head * head_stride_, 0,
+                                static_cast<size_t>(size));
+    }
+}
+
+void AttentionStep::attend(char *cache, const char *queries, int64_t query_stride, char *out, const Band &band,
+                           int64_t head) const {
+    const int64_t group = heads_ / shape_.kv_heads, first = starts_[band.sequence] + band.first_token;
+    AttentionTask task;
+    task.keys = cache + head * head_stride_;
+    task.values = task.keys + plane_stride_;
+    task.page_stride = page_stride_;
+    task.token_stride = token_stride_;
+    task.page_size = shape_.page_size;
+    task.pages = tables_[band.sequence].data();
+    task.head_dim = shape_.head_dim;
+    task.query = queries + (first * query_stride + head * group * shape_.head_dim) * element_;
+    task.out = out + (first * heads_ + head * group) * shape_.head_dim * element_;
+    task.query_stride = query_stride;
+    task.out_stride = heads_ * shape_.head_dim;
+    task.group = group;
+    task.rows = band.tokens * group;
+    task.visible = context_lens_[band.sequence] - query_lens_[band.sequence] + band.first_token + 1;
+    task.scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
+    kernels().attend(task, shape_.bfloat16, scratch(kernels().attend_scratch(task.rows, task.head_dim)));
+}
+
+}  // namespace baton::kernels

@@ -1,0 +1,2 @@
+#define BATON_ISA avx2
+#include "isa.hpp"

@@ -1,0 +1,2 @@
+#define BATON_ISA avx512
+#include "isa.hpp"

@@ -1,0 +1,2 @@
+#define BATON_ISA avx512bf16
+#include "isa.hpp"

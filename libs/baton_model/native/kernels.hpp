@@ -1,0 +1,61 @@
+// What every instruction set implements. Plain functions over pointers: no allocation, no exception, no Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace baton::kernels {
+
+// One key-value head's share of one sequence's new tokens: rows are (token, query head of the group), token by token.
+struct AttentionTask {
+    // The cache of a layer at this head's first key and value; strides in bytes.
+    const char *keys;
+    const char *values;
+    int64_t page_stride;
+    int64_t token_stride;
+    int64_t page_size;
+    const int32_t *pages;
+    int64_t head_dim;
+    // Row r reads `query + (r / group) * query_stride + (r % group) * head_dim`, in elements, and writes `out` likewise.
+    const void *query;
+    void *out;
+    int64_t query_stride;
+    int64_t out_stride;
+    int64_t group;
+    int64_t rows;
+    // Tokens that row 0 sees; each further token of the task sees one more.
+    int64_t visible;
+    float scale;
+};
+
+struct Kernels {
+    const char *name;
+    // Bytes of scratch memory, aligned to 64, that `attend` needs for a task of so many rows.
+    int64_t (*attend_scratch)(int64_t rows, int64_t head_dim);
+    void (*attend)(const AttentionTask &task, bool bfloat16, void *scratch);
+    // x, weight, out: [rows, size].
+    void (*rms_norm)(const void *x, const void *weight, void *out, int64_t rows, int64_t size, float eps, bool bfloat16);
+    // x: [rows, 2 * inner]; out: [rows, inner].
+    void (*silu_and_mul)(const void *x, void *out, int64_t rows, int64_t inner, bool bfloat16);
+    // x: [rows, heads, head_dim], rows `stride` elements apart; cos, sin: [rows, head_dim], the sine signed.
+    void (*rotate)(void *x, int64_t stride, const void *cos, const void *sin, int64_t rows, int64_t heads,
+                   int64_t head_dim, bool bfloat16);
+    // x: [rows, size] -> tokens: u8 [rows, size], 128 for zero, and scales: float [rows]. Blocks of `block` inputs, a
+    // power of two, are multiplied by Hadamard's matrix of that size first. `scratch`: float [size].
+    void (*quantize)(const void *x, uint8_t *tokens, float *scales, float *scratch, int64_t rows, int64_t size,
+                     int64_t block, bool bfloat16);
+    // x: [rows, size], in place: x * scales[row] + bias; bias may be null.
+    void (*scale)(void *x, const float *scales, const void *bias, int64_t rows, int64_t size, bool bfloat16);
+};
+
+extern const Kernels portable_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+extern const Kernels avx512bf16_kernels;
+#endif
+
+// The best that this processor runs, or the one that the environment variable BATON_KERNELS names.
+const Kernels &kernels();
+
+}  // namespace baton::kernels

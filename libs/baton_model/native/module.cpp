@@ -1,0 +1,116 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "attention_step.hpp"
+#include "kernels.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace baton::kernels;
+
+namespace {
+
+using Address = uintptr_t;
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+template <typename T>
+T *at(Address address) {
+    return reinterpret_cast<T *>(address);
+}
+
+// Below so many elements a thread costs more to start than it saves.
+constexpr int64_t kElementsAThread = 1 << 15;
+
+// Calls `body(first, rows)` for parts of the rows.
+template <typename Body>
+void in_parts(int64_t rows, int64_t row_elements, int threads, const Body &body) {
+    const int64_t parts = std::max<int64_t>(1, std::min({rows, rows * row_elements / kElementsAThread, int64_t{threads}}));
+    if (parts == 1) return body(0, rows);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t first = rows * part / parts;
+        body(first, rows * (part + 1) / parts - first);
+    }
+}
+
+int64_t width(bool bfloat16) { return bfloat16 ? 2 : 4; }
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+    m.def("instruction_set", [] { return std::string(kernels().name); });
+
+    nb::class_<AttentionStep>(m, "AttentionStep")
+        .def(
+            "__init__",
+            [](AttentionStep *self, int64_t heads, int64_t kv_heads, int64_t page_size, int64_t head_dim,
+               bool tokens_first, bool bfloat16, const std::vector<int64_t> &query_lens,
+               const std::vector<int64_t> &context_lens, const std::vector<std::vector<int32_t>> &tables, int threads) {
+                new (self) AttentionStep({kv_heads, page_size, head_dim, tokens_first, bfloat16}, heads, query_lens,
+                                         context_lens, tables, threads);
+            },
+            nb::kw_only(), "heads"_a, "kv_heads"_a, "page_size"_a, "head_dim"_a, "tokens_first"_a, "bfloat16"_a,
+            "query_lens"_a, "context_lens"_a, "tables"_a, "threads"_a)
+        .def(
+            "run",
+            [](const AttentionStep &self, Address cache, Address queries, int64_t query_stride, Address entries,
+               int64_t entry_stride, Address out) {
+                self.run(at<void>(cache), at<void>(queries), query_stride, at<void>(entries), entry_stride, at<void>(out));
+            },
+            NoGil());
+
+    m.def(
+        "rms_norm",
+        [](Address x, Address weight, Address out, int64_t rows, int64_t size, float eps, bool bfloat16, int threads) {
+            in_parts(rows, size, threads, [&](int64_t first, int64_t count) {
+                const int64_t offset = first * size * width(bfloat16);
+                kernels().rms_norm(at<char>(x) + offset, at<void>(weight), at<char>(out) + offset, count, size, eps,
+                                   bfloat16);
+            });
+        },
+        NoGil());
+    m.def(
+        "silu_and_mul",
+        [](Address x, Address out, int64_t rows, int64_t inner, bool bfloat16, int threads) {
+            in_parts(rows, inner, threads, [&](int64_t first, int64_t count) {
+                const int64_t offset = first * inner * width(bfloat16);
+                kernels().silu_and_mul(at<char>(x) + 2 * offset, at<char>(out) + offset, count, inner, bfloat16);
+            });
+        },
+        NoGil());
+    m.def(
+        "rotate",
+        [](Address x, int64_t stride, Address cos, Address sin, int64_t rows, int64_t heads, int64_t head_dim,
+           bool bfloat16, int threads) {
+            in_parts(rows, heads * head_dim, threads, [&](int64_t first, int64_t count) {
+                const int64_t offset = first * head_dim * width(bfloat16);
+                kernels().rotate(at<char>(x) + first * stride * width(bfloat16), stride, at<char>(cos) + offset,
+                                 at<char>(sin) + offset, count, heads, head_dim, bfloat16);
+            });
+        },
+        NoGil());
+    m.def(
+        "quantize",
+        [](Address x, Address tokens, Address scales, int64_t rows, int64_t size, int64_t block, bool bfloat16,
+           int threads) {
+            in_parts(rows, size, threads, [&](int64_t first, int64_t count) {
+                std::vector<float> scratch(static_cast<size_t>(size));
+                kernels().quantize(at<char>(x) + first * size * width(bfloat16), at<uint8_t>(tokens) + first * size,
+                                   at<float>(scales) + first, scratch.data(), count, size, block, bfloat16);
+            });
+        },
+        NoGil());
+    m.def(
+        "scale",
+        [](Address x, Address scales, Address bias, int64_t rows, int64_t size, bool bfloat16, int threads) {
+            in_parts(rows, size, threads, [&](int64_t first, int64_t count) {
+                kernels().scale(at<char>(x) + first * size * width(bfloat16), at<float>(scales) + first,
+                                at<void>(bias), count, size, bfloat16);
+            });
+        },
+        NoGil());
+}
