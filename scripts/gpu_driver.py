@@ -201,13 +201,13 @@ def check_counter_starts_transfer(device: Device, program: str) -> str:
         target = cleanup.enter_context(SharedMemory.create("target", layers * page))
         source.buffer[:] = pattern(3, source.length).tobytes()
         sender, receiver = (cleanup.enter_context(closing(Engine("tcp"))) for _ in range(2))
-        region, _, _ = sender.register_region(source.fd, source.length)
-        _, key, base = receiver.register_region(target.fd, target.length)
-        endpoint, address = receiver.open_endpoint()
+        region, _ = sender.register_region(source.fd, source.length)
+        _, [(_, key, base)] = receiver.register_region(target.fd, target.length)
+        endpoint, addresses = receiver.open_endpoint()
         receiver.open_inbox(endpoint, 1, 0, layers)
         attached = sender.attach_counter(counter.memory_fd, counter.doorbell_fd, rung=False)
-        streams = [(region, page, page, key, base, target.length, page, page, [(0, 0, page)])]
-        sender.open_transfer(1, sender.connect(address), 1, 0, attached, layers, streams, [0], [0])
+        streams = [(region, page, page, [(0, key, base)], target.length, page, page, [(0, 0, page)])]
+        sender.open_transfer(1, sender.connect(addresses), 1, 0, attached, layers, streams, [0], [0])
         sender.submit_chunks([(1, 0, 0, 1, True)])
         stream = cleanup.enter_context(stream_of(device))
         for done in range(1, layers + 1):
@@ -238,10 +238,10 @@ def _registration(provider: str, memory: DeviceMemory) -> str:
     with ExitStack() as cleanup:
         try:
             engine = cleanup.enter_context(closing(Engine(provider, device_memory=True)))
-            dmabuf = memory.dmabuf() if engine.capabilities()["dmabuf"] else None
+            dmabuf = memory.dmabuf() if engine.capabilities()[0]["dmabuf"] else None
             if dmabuf is not None:
                 cleanup.callback(os.close, dmabuf)
-            region, _, _ = engine.register_device_region(
+            region, _ = engine.register_device_region(
                 memory.address, memory.length, memory.device.ordinal, -1 if dmabuf is None else dmabuf
             )
             engine.deregister_region(region)
@@ -260,8 +260,8 @@ def receiver(ordinal: int, api: Any) -> None:
         device = cleanup.enter_context(closing(Device(open_driver(api), ordinal)))
         memory = cleanup.enter_context(DeviceMemory.create(device, LENGTH))
         engine = cleanup.enter_context(closing(Engine("shm", device_memory=True)))
-        _, key, base = engine.register_device_region(memory.address, LENGTH, ordinal)
-        endpoint, address = engine.open_endpoint()
+        _, [(_, key, base)] = engine.register_device_region(memory.address, LENGTH, ordinal)
+        endpoint, [address] = engine.open_endpoint()
         engine.open_inbox(endpoint, 1, 0, PAGES * LAYERS)
         print(json.dumps([key, base, address.hex()]), flush=True)
         wait_for(lambda: any(isinstance(event, InboxFull) for event in engine.events()), "every page arrives")
@@ -277,16 +277,16 @@ def check_transfer(device: Device, program: str) -> str:
         counter = cleanup.enter_context(closing(LayerCounter.create()))
         engine = cleanup.enter_context(closing(Engine("shm", device_memory=True)))
         try:
-            region, _, _ = engine.register_device_region(memory.address, LENGTH, device.ordinal)
+            region, _ = engine.register_device_region(memory.address, LENGTH, device.ordinal)
         except FabricError as error:
             raise Skipped(str(error)) from error
         line = child_of(cleanup, program, "--receiver", str(device.ordinal))
         key, base, address = json.loads(line() or "[0, 0, null]")
         expect(address is not None, "the receiving process did not start")
-        peer = engine.connect(bytes.fromhex(address))
+        peer = engine.connect([bytes.fromhex(address)])
         attached = engine.attach_counter(counter.memory_fd, counter.doorbell_fd)
         stride = PAGES * PAGE
-        streams = [(region, stride, PAGE, key, base, LENGTH, stride, PAGE, [(0, 0, PAGE)])]
+        streams = [(region, stride, PAGE, [(0, key, base)], LENGTH, stride, PAGE, [(0, 0, PAGE)])]
         pages = list(range(PAGES))
         engine.open_transfer(1, peer, 1, 0, attached, LAYERS, streams, pages, pages)
         engine.submit_chunks([(1, 0, 0, PAGES, True)])

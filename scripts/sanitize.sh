@@ -14,7 +14,7 @@ SECONDS_EACH="${2:-}"
 case "$KIND" in
 address)
     RUNTIME=libasan.so
-    TESTS=(tests/unit/test_fabric_{auto,devices,engine,errors,faults,life,local,placement,processes,transfers}.py)
+    TESTS=(tests/unit/test_fabric_{auto,devices,domains,engine,errors,faults,life,local,placement,processes,transfers}.py)
     ;;
 thread)
     # What is left to Python here are two processes and misuse; the threads are the stress's. Not over shm: that of

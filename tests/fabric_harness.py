@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,15 +62,26 @@ class Side:
         shape: tuple[int, int, int],
         post_timeout_ms: int,
         spin: bool = False,
+        domains: Sequence[str] = (NODE,),
     ) -> None:
         self.layers, self.pages, self.page_bytes = shape
         self.memory = memory
         self.layer_counter = layer_counter
         self.bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(shape)
-        self.engine: Any = Engine(provider, NODE, spin, post_timeout_ms)
-        self.region, self.key, self.base = self.engine.register_region(memory.fd, memory.length)
+        self.engine: Any = Engine(provider, list(domains), spin, post_timeout_ms)
+        self.region, self.accesses = self.engine.register_region(memory.fd, memory.length)
         self.counter = self.engine.attach_counter(layer_counter.memory_fd, layer_counter.doorbell_fd)
         self.seen: list[Any] = []
+
+    @property
+    def key(self) -> int:
+        """Of the region in the first domain."""
+        return int(self.accesses[0][1])
+
+    @property
+    def remotes(self) -> list[tuple[int, int, int]]:
+        """For a peer's streams into the region, over endpoints in all domains."""
+        return [(number, key, base) for number, (_, key, base) in enumerate(self.accesses)]
 
     def fill(self, seed: int = 0) -> None:
         """No byte is 0."""
@@ -124,6 +135,7 @@ class RemoteSide(Side):
         shape: tuple[int, int, int],
         post_timeout_ms: int,
         spin: bool = False,
+        domains: Sequence[str] = (NODE,),
     ) -> None:
         self.layers, self.pages, self.page_bytes = shape
         self.memory = memory
@@ -131,13 +143,13 @@ class RemoteSide(Side):
         self.bytes = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(shape)
         ours, theirs = socket.socketpair()
         fds = [memory.fd, layer_counter.memory_fd, layer_counter.doorbell_fd, theirs.fileno()]
-        arguments = [provider, *map(str, [*fds, *shape, post_timeout_ms, int(spin)])]
+        arguments = [provider, ",".join(domains), *map(str, [*fds, *shape, post_timeout_ms, int(spin)])]
         self.process = subprocess.Popen([sys.executable, __file__, *arguments], pass_fds=fds)
         theirs.close()
         ours.settimeout(DEADLINE_S + 10)
         self._lines = ours.makefile("rw", encoding="utf-8")
         ours.close()
-        self.region, self.key, self.base, self.counter = self.call("identify")
+        self.region, self.accesses, self.counter = self.call("identify")
         self.engine = _RemoteEngine(self.call)
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -188,7 +200,7 @@ def _serve(side: Side, lines: Any) -> None:
             if method == "wait":
                 answer = ["result", [_fields(event) for event in side.wait_named(*arguments)]]
             elif method == "identify":
-                answer = ["result", [side.region, side.key, side.base, side.counter]]
+                answer = ["result", [side.region, side.accesses, side.counter]]
             else:
                 answer = ["result", getattr(side.engine, method)(*arguments)]
         except FabricError as error:
@@ -209,32 +221,42 @@ def make_side(
     page_bytes: int = 4096,
     post_timeout_ms: int = 5000,
     spin: bool = False,
+    domains: Sequence[str] = (NODE,),
 ) -> Any:
     kind = RemoteSide if remote else Side
     memory = SharedMemory.create("fabric-test", layers * pages * page_bytes)
-    return kind(provider, memory, LayerCounter.create(), (layers, pages, page_bytes), post_timeout_ms, spin)
+    shape = (layers, pages, page_bytes)
+    return kind(provider, memory, LayerCounter.create(), shape, post_timeout_ms, spin, domains)
 
 
 class Pair:
     """A sender and a receiver, connected; `remote` says which is a child process.
 
-    By default none, but with shm the receiver: it works only between two processes.
+    By default none, but with shm the receiver: it works only between two processes. `domains`: the addresses of each
+    side's, one on either unless told.
     """
 
-    def __init__(self, provider: str, *, remote: str | None = None, **arguments: int) -> None:
+    def __init__(
+        self,
+        provider: str,
+        *,
+        remote: str | None = None,
+        domains: tuple[Sequence[str], Sequence[str]] = ((NODE,), (NODE,)),
+        **arguments: Any,
+    ) -> None:
         self.provider = provider
         if remote is None and provider == "shm":
             remote = "receiver"
-        self.sender = make_side(provider, remote=remote == "sender", **arguments)
-        self.receiver = make_side(provider, remote=remote == "receiver", **arguments)
+        self.sender = make_side(provider, remote=remote == "sender", domains=domains[0], **arguments)
+        self.receiver = make_side(provider, remote=remote == "receiver", domains=domains[1], **arguments)
         self.connect()
         self._transfers = 0
         self._slots = 0
 
     def connect(self) -> None:
         """With endpoints that were not used before."""
-        self.endpoint, address = self.receiver.engine.open_endpoint()
-        self.peer = self.sender.engine.connect(address)
+        self.endpoint, addresses = self.receiver.engine.open_endpoint()
+        self.peer = self.sender.engine.connect(addresses)
 
     def stream(self, *extents: tuple[int, int, int]) -> tuple[Any, ...]:
         """Whole pages unless told otherwise."""
@@ -243,8 +265,7 @@ class Pair:
             sender.region,
             sender.pages * sender.page_bytes,
             sender.page_bytes,
-            receiver.key,
-            receiver.base,
+            receiver.remotes,
             receiver.memory.length,
             receiver.pages * receiver.page_bytes,
             receiver.page_bytes,
@@ -298,7 +319,7 @@ class Pair:
 
 
 @contextmanager
-def pair(provider: str, *, remote: str | None = None, **arguments: int) -> Iterator[Any]:
+def pair(provider: str, *, remote: str | None = None, **arguments: Any) -> Iterator[Any]:
     both = Pair(provider, remote=remote, **arguments)
     try:
         yield both
@@ -308,12 +329,13 @@ def pair(provider: str, *, remote: str | None = None, **arguments: int) -> Itera
 
 def main() -> None:
     provider = sys.argv[1]
+    domains = sys.argv[2].split(",")
     memory_fd, cell_fd, doorbell_fd, socket_fd, layers, pages, page_bytes, post_timeout_ms, spin = map(
-        int, sys.argv[2:]
+        int, sys.argv[3:]
     )
     memory = SharedMemory.open(memory_fd, layers * pages * page_bytes)
     counter = LayerCounter.open(cell_fd, doorbell_fd)
-    side = Side(provider, memory, counter, (layers, pages, page_bytes), post_timeout_ms, bool(spin))
+    side = Side(provider, memory, counter, (layers, pages, page_bytes), post_timeout_ms, bool(spin), domains)
     with socket.socket(fileno=socket_fd) as connection:
         _serve(side, connection.makefile("rw", encoding="utf-8"))
     side.close()

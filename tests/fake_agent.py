@@ -106,7 +106,7 @@ class FakeAgent(agent_pb2_grpc.TransferAgentServicer):
         """The model process has handed its memory over."""
         self.sessions[session] = asyncio.Queue()
         if ready:
-            self.emit(session, session_ready=agent_pb2.SessionReady(regions=[common_pb2.RegionDescriptor(key=1)]))
+            self.emit(session, session_ready=agent_pb2.SessionReady(regions=[common_pb2.RegionDescriptor(length=1)]))
 
     def emit(self, session: int, **event: Any) -> None:
         self.sessions[session].put_nowait(agent_pb2.AgentEvent(**event))

@@ -26,6 +26,9 @@ class CUresult(enum.IntEnum):
 
 
 class CUdevice_attribute(enum.IntEnum):
+    CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33
+    CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID = 34
+    CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID = 50
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
@@ -206,6 +209,9 @@ class Process:
 
     def cuDeviceGetAttribute(self, attribute: CUdevice_attribute, device: int) -> tuple[int]:
         assert 0 <= device < len(self.gpus)
+        if "_PCI_" in attribute.name:
+            # GPU n of the machine is 000n:n0:0n.0, hexadecimal, of which the driver gives three numbers.
+            return ({"DOMAIN": 1, "BUS": 16, "DEVICE": 1}[attribute.name.split("_")[-2]] * self.gpus[device],)
         return (self.machine.attributes[attribute],)
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int]:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton_fabric.engine import Access, RegisteredRegion
 from baton_fabric.errors import FabricError
 
 
@@ -156,16 +157,23 @@ class Engine:
     def metrics(self) -> dict[str, int]:
         return {"bytes": 0, "busy_us": 0}
 
+    def capabilities(self) -> list[dict[str, Any]]:
+        """Of the one domain."""
+        return [{"provider": "fake", "domain": "fake0", "address": "127.0.0.1"}]
+
+    def domain_metrics(self) -> list[dict[str, int]]:
+        return [{"bytes": 0, "writes": 0, "immediates": 0}]
+
     async def close(self) -> None:
         self.queue.put_nowait(None)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    async def register_region(self, fd: int, length: int) -> tuple[int, int, int]:
+    async def register_region(self, fd: int, length: int, domains: Any = None) -> RegisteredRegion:
         region, key = next(self.network.numbers), next(self.network.numbers) << 40
         self.network.memory[key] = mmap.mmap(fd, length)
         self.regions[region] = key
-        return region, key, 0
+        return RegisteredRegion(region, (Access(0, key, 0),))
 
     async def deregister_region(self, region: int) -> None:
         if any(stream[0] == region for transfer in self.transfers.values() for stream in transfer.streams):
@@ -176,14 +184,14 @@ class Engine:
         self.network.memory.pop(self.regions.pop(region)).close()
 
     async def register_device_region(
-        self, address: int, length: int, device: int, dmabuf_fd: int | None = None
-    ) -> tuple[int, int, int]:
+        self, address: int, length: int, device: int, dmabuf_fd: int | None = None, domains: Any = None
+    ) -> RegisteredRegion:
         """Kept in `device_regions`; no byte of it can be moved."""
         if self.refuse_devices:
             raise FabricError("no memory of GPUs", "FAILED_PRECONDITION", "DEVICE_UNSUPPORTED")
         region = next(self.network.numbers)
         self.device_regions[region] = (address, length, device, dmabuf_fd is not None)
-        return region, region << 40, address
+        return RegisteredRegion(region, (Access(0, region << 40, address),))
 
     def region_retired(self, region: int) -> bool:
         return region in self.retired
@@ -200,12 +208,12 @@ class Engine:
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
-    def open_endpoint(self) -> tuple[int, bytes]:
+    def open_endpoint(self, domains: Any = None) -> tuple[int, list[bytes]]:
         endpoint = next(self.network.numbers)
         address = self.addresses.pop(0) if self.addresses else f"fake-{endpoint}".encode()
         self.endpoints[endpoint] = address
         self.network.endpoints[address] = self, endpoint
-        return endpoint, address
+        return endpoint, [address]
 
     async def close_endpoint(self, endpoint: int) -> list[tuple[int, int]]:
         if self.fail_fences:
@@ -247,9 +255,9 @@ class Engine:
 
     # --- sending --------------------------------------------------------------------------------------------------
 
-    def connect(self, address: bytes) -> int:
+    def connect(self, addresses: Any, domains: Any = None) -> int:
         peer = next(self.network.numbers)
-        self.peers[peer] = address
+        [self.peers[peer]] = addresses
         return peer
 
     async def disconnect(self, peer: int) -> None:
@@ -334,7 +342,7 @@ class Engine:
             self.emit(TransferDone(number, Stats(extents=transfer.extents)))
 
     def _copy(self, stream: Any, layer: int, pages: Any, transfer: Transfer, target: Engine) -> int:
-        region, layer_stride, page_stride, key, base, length, their_layer, their_page, extents, _ = stream
+        region, layer_stride, page_stride, [(_, key, base)], length, their_layer, their_page, extents, _ = stream
         source, destination = self.network.memory[self.regions[region]], self.network.memory[key]
         for ours, theirs in pages:
             for source_offset, destination_offset, size in extents:

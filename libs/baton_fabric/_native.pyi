@@ -20,13 +20,16 @@ Extent: TypeAlias = tuple[int, int, int]
 Placement: TypeAlias = tuple[int, int, int, int, int, int]
 """(first_layer, layers, source_parts, source_part_stride, remote_parts, remote_part_stride): see Stream."""
 
+RemoteAccess: TypeAlias = tuple[int, int, int]
+"""(endpoint, key, base): endpoint is the place among those given to connect, base what to add to an offset."""
+
 Stream: TypeAlias = (
-    tuple[int, int, int, int, int, int, int, int, Sequence[Extent]]
-    | tuple[int, int, int, int, int, int, int, int, Sequence[Extent], Placement | None]
+    tuple[int, int, int, Sequence[RemoteAccess], int, int, int, Sequence[Extent]]
+    | tuple[int, int, int, Sequence[RemoteAccess], int, int, int, Sequence[Extent], Placement | None]
 )
 """What one source region sends into one destination region:
 
-(source_region, source_layer_stride, source_page_stride, remote_key, remote_base, remote_length, remote_layer_stride,
+(source_region, source_layer_stride, source_page_stride, remotes, remote_length, remote_layer_stride,
 remote_page_stride, extents of a page). Byte b of extent e of layer l of the pair of pages (s, d) goes from
 ``l * source_layer_stride + s * source_page_stride + e.source_offset + b`` of the region to
 ``l * remote_layer_stride + d * remote_page_stride + e.destination_offset + b`` of the remote one.
@@ -35,6 +38,9 @@ With a placement the regions hold only the layers [first_layer, first_layer + la
 Where pages of the two sides have different sizes, a transfer's lists number the smaller ones: on the side whose pages
 consist of several parts, number n is part n % parts of page n // parts and lies at
 ``n // parts * page_stride + n % parts * part_stride``. Every layer of a transfer must be in one of its streams.
+
+The extents of a batch (one layer of one chunk) go out by all domains that the source region is registered with, and
+arrive by all remotes, each with an equal share of the bytes: see spread.
 """
 
 Chunk: TypeAlias = tuple[int, int, int, int, bool]
@@ -42,6 +48,18 @@ Chunk: TypeAlias = tuple[int, int, int, int, bool]
 
 def crc32c(data: bytes, by_table: bool = False) -> int:
     """CRC-32C (Castagnoli); by the CPU's instruction where it has one."""
+
+def spread(
+    sources: int, destinations: int, extents: int, quantum: int, batch: int, salt: int
+) -> list[tuple[int, int, int, int]]:
+    """How a batch of so many extents is divided: (source, destination, first, end) of each lane between a domain of
+    ours and one of the peer's.
+
+    Both sides cut the batch into equal parts, one for each of their domains, and a lane is where two parts overlap; so
+    there are sources + destinations - gcd(sources, destinations). The batch is divided in pieces of at least quantum
+    extents, if it has so many. Each bound is within one piece of where it should be; over the batches 0, 1, 2, ... with
+    one salt that evens out.
+    """
 
 def libfabric_version() -> tuple[int, int]:
     """(major, minor) of the libfabric that is loaded."""
@@ -176,18 +194,20 @@ class Engine:
     def __init__(
         self,
         provider: str = "auto",
-        node: str = "127.0.0.1",
+        domains: Sequence[str] = ["127.0.0.1"],
         spin: bool = False,
         post_timeout_ms: int = 5000,
         device_memory: bool = False,
     ) -> None:
-        """Opens the fabric and starts the progress thread. Takes milliseconds.
+        """Opens the domains and starts the progress thread. Takes milliseconds.
 
         provider: "auto" (over local to peers that it can reach, over tcp to others), "tcp" (the best RDM provider over
         tcp that libfabric has: tcp, net or tcp;ofi_rxm), "local" (without libfabric, between processes of one user and
         network namespace: the receiver's thread maps the sender's memory and copies), "shm" (libfabric's own for one
         host), or any provider name of libfabric; the rxm of libfabric 1.11 to 1.17 can crash the process if an endpoint
-        is closed within a message, so prefer newer ones. node: local address to bind to, ignored by local and shm.
+        is closed within a message, so prefer newer ones. domains: for each the local address to bind to, or the name of
+        the device (as capabilities()[n]["domain"] has it); efa goes by devices only, local and shm by nothing. They are
+        numbered from 0 and must be alike.
         spin: the thread never blocks; for a core of its own. post_timeout_ms: a peer that accepts and completes nothing
         for this long while there is work for it has failed; one write that is older than four times this fails its peer
         too. device_memory: of the names that provider stands for, prefer one that can register memory of GPUs.
@@ -195,13 +215,14 @@ class Engine:
     @property
     def provider(self) -> str:
         """Name of the provider in use, as libfabric gives it; with "+local" where auto has both."""
-    def capabilities(self) -> dict[str, int | bool | str]:
-        """What fi_getinfo said; of local, the same in its terms.
+    def capabilities(self) -> list[dict[str, int | bool | str]]:
+        """What fi_getinfo said of each domain; of local, the same in its terms.
 
-        provider, fabric, domain: str; cq_data_size, mr_mode, mr_key_size, max_msg_size, inject_size, tx_size, window
-        (writes in flight to a peer at most): int; mr_local, mr_virt_addr, mr_prov_key, mr_allocated, wait_fd (the
-        thread can block until something completes), ordered (writes to a peer land in the order of posting),
-        device_memory (of GPUs may be registered, if this libfabric was built for it), dmabuf (as dma-bufs too): bool.
+        provider, fabric, domain, address (that it is bound to; empty unless IP): str; cq_data_size, mr_mode,
+        mr_key_size, max_msg_size, inject_size, tx_size, window (writes in flight on a lane at most): int; mr_local,
+        mr_virt_addr, mr_prov_key, mr_allocated, wait_fd (the thread can block until something completes), ordered
+        (writes to a peer land in the order of posting), device_memory (of GPUs may be registered, if this libfabric was
+        built for it), dmabuf (as dma-bufs too): bool.
         """
     @property
     def event_fd(self) -> int:
@@ -225,17 +246,22 @@ class Engine:
         writes_in_flight, bytes_in_flight. busy_us: how long the thread has been in its present turn, 0 if it waits:
         large means that the provider does not return.
         """
+    def domain_metrics(self) -> list[dict[str, int]]:
+        """Of each domain, since the start: bytes and writes posted, immediates that arrived."""
 
     # Memory
-    def register_region(self, fd: int, length: int) -> tuple[int, int, int]:
-        """Maps and registers the file's first ``length`` bytes -> (region, key, base). fd is duplicated.
+    def register_region(
+        self, fd: int, length: int, domains: Sequence[int] | None = None
+    ) -> tuple[int, list[tuple[int, int, int]]]:
+        """Maps the file's first ``length`` bytes and registers them with these domains, or all -> (region, (domain,
+        key, base) of each). fd is duplicated.
 
         May take long for large regions. base is what to add to an offset to address the region remotely: 0 where the
         provider addresses by offset.
         """
     def register_device_region(
-        self, address: int, length: int, device: int, dmabuf_fd: int = -1
-    ) -> tuple[int, int, int]:
+        self, address: int, length: int, device: int, dmabuf_fd: int = -1, domains: Sequence[int] | None = None
+    ) -> tuple[int, list[tuple[int, int, int]]]:
         """Registers memory of CUDA device ``device`` that this process has mapped at ``address``, as register_region.
 
         dmabuf_fd: a dma-buf of the same bytes, used where the provider takes it; duplicated. Refused with
@@ -264,10 +290,12 @@ class Engine:
         """Refused with COUNTER_IN_USE while a transfer that has not ended uses it."""
 
     # Receiving
-    def open_endpoint(self) -> tuple[int, bytes]:
-        """A receiving endpoint for one peer -> (endpoint, fabric address for that peer's connect)."""
+    def open_endpoint(self, domains: Sequence[int] | None = None) -> tuple[int, list[bytes]]:
+        """A receiving endpoint for one peer, in each of these domains or of all -> (endpoint, fabric addresses for that
+        peer's connect, ascending by domain)."""
     def close_endpoint(self, endpoint: int) -> list[tuple[int, int]]:
-        """The fence: once this returns no byte can land any more that was sent to this endpoint.
+        """The fence: once this returns no byte can land any more that was sent to this endpoint, in whatever domain. If
+        it raises, try again: what could be closed is closed.
 
         Its inboxes are gone with it; returned are (slot, generation) of those that were not full. Takes up to some
         ten milliseconds, by provider.
@@ -287,8 +315,12 @@ class Engine:
         """Forgets the inbox -> whether it was full. False too if there is none. Not a fence."""
 
     # Sending
-    def connect(self, address: bytes) -> int:
-        """A sending endpoint of its own for the peer behind the address -> peer. Nothing is sent yet.
+    def connect(self, addresses: Sequence[bytes], domains: Sequence[int] | None = None) -> int:
+        """Sending endpoints of its own for the peer behind the addresses of one open_endpoint -> peer. Nothing is sent
+        yet.
+
+        There is one for each lane between our domains (these, or all) and the addresses, as spread has them. A transfer
+        that needs another lane opens it. If one lane fails, the peer has failed.
 
         BAD_ADDRESS also for a shm address of this process: closing such endpoints would crash it.
         """
@@ -334,8 +366,8 @@ class Engine:
         stays mapped meanwhile, also if it is deregistered or the engine closed. Raises OUT_OF_BOUNDS, UNKNOWN_REGION,
         CHECKSUM_UNSUPPORTED.
         """
-    def set_faults(self, rules: Sequence[tuple[int, int, int, int, int, int, float, int]], seed: int = 0) -> None:
-        """For tests: (at, action, peer, transfer, nth, times, probability, amount) of each rule; baton_fabric.faults
-        makes them. What the rules before hold is let go."""
+    def set_faults(self, rules: Sequence[tuple[int, int, int, int, int, int, int, float, int]], seed: int = 0) -> None:
+        """For tests: (at, action, peer, transfer, domain, nth, times, probability, amount) of each rule;
+        baton_fabric.faults makes them. What the rules before hold is let go."""
     def release_faults(self) -> None:
         """What is held for a test goes on its way."""

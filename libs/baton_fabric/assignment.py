@@ -12,6 +12,8 @@ from .topology import Distance, Gpu, Nic, Place, Topology
 
 HOST = "host"
 ALL = "*"
+# That go by RDMA devices; tcp, auto, local and shm don't.
+RDMA_TRANSPORTS = ("verbs", "efa")
 # Of the fastest NIC's speed. What is below belongs to the management or storage network; bytes are spread evenly over a
 # group, so that its slowest NIC decides.
 SLOWEST = 0.5
@@ -23,6 +25,7 @@ class Choice(StrEnum):
     CONFIGURED = "configured"
     NEAREST = "nearest"
     NO_RDMA = "no active RDMA device"
+    ADDRESS = "agent.node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +57,45 @@ class DomainGroup:
         return sum(domain.nic.gbps for domain in self.domains if domain.nic is not None)
 
 
+def groups_of_agent(
+    topology: Topology, transport: str, node: str, override: Mapping[str, Sequence[str]] | None = None
+) -> list[DomainGroup]:
+    """What an agent with these settings opens: see `assign`. The nearest NICs over verbs and efa only, and only where
+    `node` names none, as an address of theirs: with its default, a loopback address. Otherwise `node` is the one domain
+    of all devices that have no override. Raises FabricError(BAD_DOMAINS)."""
+    rdma = transport.startswith(RDMA_TRANSPORTS) and (node == "localhost" or node.startswith(("127.", "::1")))
+    return assign(topology, override, [node], nearest=rdma)
+
+
 def assign(
     topology: Topology,
     override: Mapping[str, Sequence[str]] | None = None,
     addresses: Sequence[str] = (),
+    nearest: bool = True,
 ) -> list[DomainGroup]:
     """Each GPU's group, in order of PCI address, and that of the host's memory last.
 
     `override`: names of RDMA devices or addresses by device: its PCI address, its index, "host", or "*" for all that
     are not named. For the others: the nearest active NICs, which GPUs that are equally near to them share evenly. Where
     all NICs near a GPU are nearer to others it gets as many as GPUs have on average, of those that fewest use. The
-    host's memory uses all. NICs much slower than the fastest are left out. Without any active RDMA device: `addresses`.
+    host's memory uses all. NICs much slower than the fastest are left out. Without any active RDMA device, or unless
+    the `nearest` are wanted: `addresses`.
     Raises FabricError(BAD_DOMAINS) for an override that names no device or no domain of this node.
     """
     chosen = _overrides(topology, override or {})
-    active = _usable(topology.nics)
+    active = _usable(topology.nics) if nearest else []
     names = [*(gpu.name for gpu in topology.gpus), HOST]
-    nearest = _nearest(topology, active, chosen)
+    near = _nearest(topology, active, chosen)
     groups: list[DomainGroup] = []
     for name in names:
         if name in chosen:
             groups.append(DomainGroup(name, chosen[name], Choice.CONFIGURED))
         elif active:
-            nics = tuple(Domain(nic.name, nic) for nic in nearest[name])
+            nics = tuple(Domain(nic.name, nic) for nic in near[name])
             groups.append(DomainGroup(name, nics, Choice.NEAREST))
         else:
-            groups.append(DomainGroup(name, tuple(map(Domain, addresses)), Choice.NO_RDMA))
+            why = Choice.NO_RDMA if nearest else Choice.ADDRESS
+            groups.append(DomainGroup(name, tuple(map(Domain, addresses)), why))
     return _with_cpus(topology, [_with_distance(topology, group) for group in groups])
 
 

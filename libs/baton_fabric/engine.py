@@ -24,6 +24,7 @@ from .errors import FabricError
 from .faults import FaultPlan
 
 __all__ = [
+    "Access",
     "Chunk",
     "EngineFailed",
     "Event",
@@ -34,6 +35,7 @@ __all__ = [
     "PeerFailed",
     "Placement",
     "RegisteredRegion",
+    "RemoteAccess",
     "Stream",
     "TransferCancelled",
     "TransferDone",
@@ -47,11 +49,28 @@ Event: TypeAlias = (
 )
 
 
-class RegisteredRegion(NamedTuple):
-    region: int
+class Access(NamedTuple):
+    """How a region is addressed in one domain of its engine. `base`: what to add to an offset."""
+
+    domain: int
     key: int
     base: int
-    """What to add to an offset to address the region remotely."""
+
+
+class RegisteredRegion(NamedTuple):
+    """`accesses`: one for each domain that the region is registered with, ascending."""
+
+    region: int
+    accesses: tuple[Access, ...]
+
+
+class RemoteAccess(NamedTuple):
+    """How a region is addressed through one of a peer's endpoints: `endpoint` is its place among those given to
+    `FabricEngine.connect`."""
+
+    endpoint: int
+    key: int
+    base: int
 
 
 class Placement(NamedTuple):
@@ -71,6 +90,8 @@ class Placement(NamedTuple):
 class Stream(NamedTuple):
     """What one source region sends into one destination region. Strides, offsets and lengths in bytes.
 
+    `remotes`: the endpoints through which the destination may be written. What is sent is spread over them, and over
+    the domains that the source region is registered with, by bytes.
     Extents: (source offset, destination offset, length) within a page, or within a part of one. Without a placement:
     all layers, and pages of one size. The arithmetic: ``_native.pyi``.
     """
@@ -78,8 +99,7 @@ class Stream(NamedTuple):
     source_region: int
     source_layer_stride: int
     source_page_stride: int
-    remote_key: int
-    remote_base: int
+    remotes: Sequence[RemoteAccess]
     remote_length: int
     remote_layer_stride: int
     remote_page_stride: int
@@ -101,7 +121,7 @@ class Chunk(NamedTuple):
 
 
 class FabricEngine:
-    """One fabric with its native progress thread; see ``_native.Engine`` for what each method does and raises.
+    """A fabric's domains with its native progress thread; see ``_native.Engine`` for what each method does and raises.
 
     Methods that are not coroutines take some ten microseconds. Belongs to the event loop that started it.
     """
@@ -118,25 +138,29 @@ class FabricEngine:
     async def start(
         cls,
         provider: str = "auto",
-        node: str = "127.0.0.1",
+        domains: Sequence[str] = ("127.0.0.1",),
         *,
         spin: bool = False,
         post_timeout_ms: int = 5000,
         device_memory: bool = False,
     ) -> FabricEngine:
-        """Opens the fabric. Raises FabricError(PROVIDER_UNAVAILABLE)."""
-        native = await asyncio.to_thread(Engine, provider, node, spin, post_timeout_ms, device_memory)
+        """Opens the domains, by address or device. Raises FabricError(PROVIDER_UNAVAILABLE, BAD_DOMAINS)."""
+        native = await asyncio.to_thread(Engine, provider, list(domains), spin, post_timeout_ms, device_memory)
         return cls(native, asyncio.get_running_loop())
 
     @property
     def provider(self) -> str:
         return self._native.provider
 
-    def capabilities(self) -> dict[str, int | bool | str]:
+    def capabilities(self) -> list[dict[str, int | bool | str]]:
+        """Of each domain, by number."""
         return self._native.capabilities()
 
     def metrics(self) -> dict[str, int]:
         return self._native.metrics()
+
+    def domain_metrics(self) -> list[dict[str, int]]:
+        return self._native.domain_metrics()
 
     async def events(self) -> AsyncIterator[Event]:
         """Every event once, in order, for one consumer; ends when the engine was closed and all were taken."""
@@ -160,15 +184,20 @@ class FabricEngine:
             self._events.put_nowait(event)
 
     # Memory
-    async def register_region(self, fd: int, length: int) -> RegisteredRegion:
-        return RegisteredRegion(*await asyncio.to_thread(self._native.register_region, fd, length))
+    async def register_region(self, fd: int, length: int, domains: Sequence[int] | None = None) -> RegisteredRegion:
+        return _registered(await asyncio.to_thread(self._native.register_region, fd, length, domains))
 
     async def register_device_region(
-        self, address: int, length: int, device: int, dmabuf_fd: int | None = None
+        self,
+        address: int,
+        length: int,
+        device: int,
+        dmabuf_fd: int | None = None,
+        domains: Sequence[int] | None = None,
     ) -> RegisteredRegion:
         dmabuf = -1 if dmabuf_fd is None else dmabuf_fd
-        return RegisteredRegion(
-            *await asyncio.to_thread(self._native.register_device_region, address, length, device, dmabuf)
+        return _registered(
+            await asyncio.to_thread(self._native.register_device_region, address, length, device, dmabuf, domains)
         )
 
     async def deregister_region(self, region: int) -> None:
@@ -184,8 +213,8 @@ class FabricEngine:
         self._native.detach_counter(counter)
 
     # Receiving
-    def open_endpoint(self) -> tuple[int, bytes]:
-        return self._native.open_endpoint()
+    def open_endpoint(self, domains: Sequence[int] | None = None) -> tuple[int, list[bytes]]:
+        return self._native.open_endpoint(domains)
 
     async def close_endpoint(self, endpoint: int) -> list[tuple[int, int]]:
         """The fence: afterwards no byte that was sent to the endpoint can land. (slot, generation) of the inboxes
@@ -201,8 +230,8 @@ class FabricEngine:
         return self._native.close_inbox(slot, generation)
 
     # Sending
-    def connect(self, address: bytes) -> int:
-        return self._native.connect(address)
+    def connect(self, addresses: Sequence[bytes], domains: Sequence[int] | None = None) -> int:
+        return self._native.connect(addresses, domains)
 
     async def disconnect(self, peer: int) -> None:
         await asyncio.to_thread(self._native.disconnect, peer)
@@ -241,3 +270,8 @@ class FabricEngine:
 
     def release_faults(self) -> None:
         self._native.release_faults()
+
+
+def _registered(found: tuple[int, list[tuple[int, int, int]]]) -> RegisteredRegion:
+    region, accesses = found
+    return RegisteredRegion(region, tuple(Access(*access) for access in accesses))

@@ -15,7 +15,8 @@ class FabricError(Exception):
     INVALID_ARGUMENT   BAD_ARGUMENT          a value is outside its range (slot, generation, pages, layers, ...)
     INVALID_ARGUMENT   BAD_REGION            the descriptor does not hold ``length`` bytes or cannot be mapped
     INVALID_ARGUMENT   BAD_COUNTER           the counter's memory or doorbell is not what it must be
-    INVALID_ARGUMENT   BAD_DOMAINS           a device or domain was named that this node does not have (assignment)
+    INVALID_ARGUMENT   BAD_DOMAINS           a device or domain was named that this node does not have (assignment), or
+                                              domains that can't be those of one engine
     INVALID_ARGUMENT   BAD_ADDRESS           the provider does not understand the peer's address
     INVALID_ARGUMENT   OUT_OF_BOUNDS         a stream names bytes outside its source or destination region
     INVALID_ARGUMENT   EXTENT_TOO_LARGE      one extent is larger than the provider's largest message

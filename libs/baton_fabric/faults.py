@@ -9,6 +9,7 @@ at            where: post, completion (of a write of ours), arrival (of a peer's
 action        what happens there, see below
 peer          only writes to this peer, by the engine's number for it; not for arrivals
 transfer      only writes of this transfer; not for arrivals
+domain        only in our domain with this number
 nth           of the operations that match so far, the first to which the rule applies; 1 unless given
 times         to how many of them it applies; to all that follow unless given
 probability   with which it applies, 1 unless given; drawn from the plan's seed
@@ -23,8 +24,8 @@ post       refuse      the provider is full (EAGAIN): the write is tried again, 
 post       fail        the provider returns an error
 post       drop        the write is taken and never done: nothing arrives, nothing completes
 post       error       the write is taken and not done, and completes as an error
-post       delay       that peer gets no write for some time
-post       hold        that peer gets no write until `release_faults`
+post       delay       that peer gets no write in that way (from the same domain to the same endpoint) for some time
+post       hold        that peer gets no write in that way until `release_faults`
 completion drop        the write never completes, although its bytes are there
 completion error       the write completes as an error, although its bytes are there
 completion delay       the completion is seen later
@@ -54,7 +55,7 @@ _ALLOWED = {
     "arrival": {"drop", "delay", "hold"},
 }
 
-RuleTuple = tuple[int, int, int, int, int, int, float, int]
+RuleTuple = tuple[int, int, int, int, int, int, int, float, int]
 
 
 class FaultsInvalid(Exception):
@@ -76,6 +77,7 @@ class FaultRule:
     action: str
     peer: int = 0
     transfer: int = 0
+    domain: int | None = None
     nth: int = 1
     times: int = 0
     probability: float = 1.0
@@ -86,8 +88,10 @@ class FaultRule:
         if self.action not in _ALLOWED.get(self.at, ()):
             places = ", ".join(f"{at}: {'|'.join(sorted(actions))}" for at, actions in _ALLOWED.items())
             raise FaultsInvalid(f"there is no fault {self.action!r} at {self.at!r}; there are {places}", at=self.at)
-        for name in ("peer", "transfer", "nth", "times", "errno"):
+        for name in ("peer", "transfer", "domain", "nth", "times", "errno"):
             value = getattr(self, name)
+            if name == "domain" and value is None:
+                continue
             least = 1 if name in ("nth", "errno") else 0
             if type(value) is not int or value < least:
                 raise FaultsInvalid(f"{name} of a fault is {value!r}; it must be an integer from {least}", field=name)
@@ -103,6 +107,7 @@ class FaultRule:
             ACTIONS.index(self.action),
             self.peer,
             self.transfer,
+            -1 if self.domain is None else self.domain,
             self.nth,
             self.times,
             float(self.probability),

@@ -4,7 +4,7 @@ One class a service, one registry a process. Gauges that mirror state are best g
 cost nothing until somebody asks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -204,6 +204,10 @@ class AgentMetrics(_Catalogue):
         levels = {f"baton_agent_fabric_{key}": (key, text) for key, text in FABRIC_LEVELS.items()}
         self.registry.register(PulledMetrics(counters, levels, read))
 
+    def read_domains(self, names: Sequence[str], read: Callable[[], Sequence[Mapping[str, float]]]) -> None:
+        """Exports the native core's counters of each of the fabric's domains, by name, read when asked for."""
+        self.registry.register(DomainMetrics(names, read))
+
 
 # Keys of the native core's metrics(), as baton_agent_fabric_<key>_total; keys that it doesn't report are left out.
 FABRIC_COUNTERS: dict[str, str] = {
@@ -235,6 +239,38 @@ FABRIC_LEVELS: dict[str, str] = {
     "writes_in_flight": "Writes posted and not yet completed",
     "bytes_in_flight": "Bytes of these writes",
 }
+
+# Keys of the core's domain_metrics(), as baton_agent_fabric_domain_<key>_total.
+DOMAIN_COUNTERS: dict[str, str] = {
+    "bytes": "Bytes written to other agents through this domain",
+    "writes": "Writes posted through this domain",
+    "immediates": "Immediates that came by this domain",
+}
+
+
+class DomainMetrics(Collector):
+    """Counters of the fabric's domains, which live elsewhere."""
+
+    def __init__(self, names: Sequence[str], read: Callable[[], Sequence[Mapping[str, float]]]) -> None:
+        self._names = list(names)
+        self._read = read
+
+    def describe(self) -> Iterator[Metric]:
+        yield from self._families().values()
+
+    def collect(self) -> Iterator[Metric]:
+        families = self._families()
+        for name, values in zip(self._names, self._read(), strict=True):
+            for key, family in families.items():
+                family.add_metric([name], values[key])
+        yield from families.values()
+
+    @staticmethod
+    def _families() -> dict[str, CounterMetricFamily]:
+        return {
+            key: CounterMetricFamily(f"baton_agent_fabric_domain_{key}", text, labels=["domain"])
+            for key, text in DOMAIN_COUNTERS.items()
+        }
 
 
 class PulledMetrics(Collector):

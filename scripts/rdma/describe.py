@@ -6,8 +6,8 @@ import sys
 
 from baton_fabric._native import Engine, libfabric_version
 
-engine = Engine("verbs", os.environ["BATON_TEST_NODE"])
-capabilities = engine.capabilities()
+engine = Engine("verbs", [os.environ["BATON_TEST_NODE"]])
+(capabilities,) = engine.capabilities()
 engine.close()
 version = ".".join(map(str, libfabric_version()))
 print(f"Linux {platform.release()}, libfabric {version}, {capabilities['provider']} on {capabilities['domain']}:")

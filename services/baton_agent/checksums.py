@@ -42,7 +42,7 @@ class Checksums:
         """What a transfer reads. Raises FabricError."""
 
         def parts() -> list[Part]:
-            return [(each.source_region, each.remote_key, source_runs(_plan(each), *pages)) for each in streams]
+            return [(each.source_region, each.remotes[0].key, source_runs(_plan(each), *pages)) for each in streams]
 
         return await self._run(parts, unit_bytes(view.cache.layout))
 
@@ -54,7 +54,7 @@ class Checksums:
             rank = view.ranks[number]
             found = destination_runs(shards.layout_of(number, layout), rank.region_map, pages, tokens)
             for memory, runs in zip(rank.memories, found, strict=True):
-                parts.append((memory.registered.region, memory.registered.key, runs))
+                parts.append((memory.registered.region, memory.registered.accesses[0].key, runs))
         return parts
 
     async def of_destination(self, view: SessionView, parts: list[Part]) -> int:

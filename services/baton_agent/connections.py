@@ -1,8 +1,9 @@
-"""Sending endpoints: one for each endpoint that another agent opened for this one, kept while it is used."""
+"""Peers of the engine: one for each endpoint that another agent opened for this one, kept while it is used."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton_fabric.engine import FabricEngine
@@ -12,10 +13,10 @@ from .wire import RemoteInbox
 
 @dataclass
 class Connection:
-    """`peer`: the engine's id. `key`: the receiver's incarnation and the fabric address of its endpoint."""
+    """`peer`: the engine's id. `key`: the receiver's incarnation and the fabric addresses of its endpoint."""
 
     peer: int
-    key: tuple[int, bytes]
+    key: tuple[int, tuple[bytes, ...]]
     transfers: set[int] = field(default_factory=set)
     used: float = field(default_factory=time.monotonic)
 
@@ -29,15 +30,15 @@ class Connections:
 
     def __init__(self, engine: FabricEngine) -> None:
         self._engine = engine
-        self._by_key: dict[tuple[int, bytes], Connection] = {}
+        self._by_key: dict[tuple[int, tuple[bytes, ...]], Connection] = {}
         self._by_peer: dict[int, Connection] = {}
 
-    def to(self, inbox: RemoteInbox) -> Connection:
-        """Connects, or takes the connection that is there. Raises FabricError."""
-        key = inbox.receiver.incarnation, inbox.endpoint
+    def to(self, inbox: RemoteInbox, domains: Sequence[int]) -> Connection:
+        """Connects from these domains of ours, or takes the connection that is there. Raises FabricError."""
+        key = inbox.receiver.incarnation, inbox.endpoints
         connection = self._by_key.get(key)
         if connection is None:
-            connection = Connection(self._engine.connect(inbox.endpoint), key)
+            connection = Connection(self._engine.connect(inbox.endpoints, domains), key)
             self._by_key[key] = self._by_peer[connection.peer] = connection
         return connection
 

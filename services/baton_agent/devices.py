@@ -12,6 +12,8 @@ from baton_fabric.engine import FabricEngine, RegisteredRegion
 from baton_memory.cuda import Device, DeviceMemory, Driver, NoGpu, open_driver
 from baton_memory.errors import SharedMemoryError
 
+from .domains import Domains
+
 logger = logging.getLogger(__name__)
 
 # How often it is asked whether a late write can still reach addresses that were given up.
@@ -68,16 +70,18 @@ class RegionMemory:
     device: DeviceMemory | None
 
 
-async def register(engine: FabricEngine, devices: Devices, fd: int, length: int, device: str | None) -> RegionMemory:
-    """`device`: uuid of the GPU that the memory is on, None for the host's.
+async def register(
+    engine: FabricEngine, devices: Devices, domains: Domains, fd: int, length: int, device: str | None
+) -> RegionMemory:
+    """With the domains that serve its device. `device`: uuid of the GPU that the memory is on, None for the host's.
 
     Raises FabricError, and what `Devices.take` raises; then nothing is left mapped.
     """
     if device is None:
-        return RegionMemory(RegisteredRegion(*await engine.register_region(fd, length)), length, None)
+        return RegionMemory(await engine.register_region(fd, length, domains.host), length, None)
     memory = await asyncio.to_thread(devices.take, fd, length, device)
     try:
-        return RegionMemory(await _register_device(engine, memory), length, memory)
+        return RegionMemory(await _register_device(engine, domains, memory), length, memory)
     except BaseException:
         await asyncio.to_thread(_close, memory)
         raise
@@ -101,11 +105,12 @@ async def forget(engine: FabricEngine, memory: RegionMemory) -> None:
     await asyncio.to_thread(_close, memory.device)
 
 
-async def _register_device(engine: FabricEngine, memory: DeviceMemory) -> RegisteredRegion:
+async def _register_device(engine: FabricEngine, domains: Domains, memory: DeviceMemory) -> RegisteredRegion:
+    serving = domains.of_gpu(await asyncio.to_thread(lambda: memory.device.pci_address))
     dmabuf = await asyncio.to_thread(memory.dmabuf)
     try:
-        return RegisteredRegion(
-            *await engine.register_device_region(memory.address, memory.length, memory.device.ordinal, dmabuf)
+        return await engine.register_device_region(
+            memory.address, memory.length, memory.device.ordinal, dmabuf, serving
         )
     finally:
         if dmabuf is not None:

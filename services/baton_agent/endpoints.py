@@ -1,4 +1,5 @@
-"""Receiving endpoints: one for each incarnation of a sending agent, so that closing one, the fence, is affordable."""
+"""Receiving endpoints: one for each incarnation of a sending agent and group of domains, so that closing one, the
+fence, is affordable."""
 
 from __future__ import annotations
 
@@ -17,14 +18,20 @@ MAX_RETIRED = 4096
 
 @dataclass
 class Endpoint:
-    """`number`: the engine's id. `address`: for the sender's connect. `closing`: a fence is under way."""
+    """`number`: the engine's id. `domains`: numbers of those that it is in. `addresses`: for the sender's connect, one
+    in each. `closing`: a fence is under way."""
 
     number: int
-    address: bytes
+    domains: tuple[int, ...]
+    addresses: tuple[bytes, ...]
     sender: Peer
     inboxes: set[SlotKey] = field(default_factory=set)
     closing: bool = False
     used: float = field(default_factory=time.monotonic)
+
+    @property
+    def key(self) -> tuple[int, tuple[int, ...]]:
+        return self.sender.incarnation, self.domains
 
     def release(self, inbox: SlotKey) -> None:
         self.inboxes.discard(inbox)
@@ -37,31 +44,33 @@ class Endpoints:
     def __init__(self, engine: FabricEngine) -> None:
         self._engine = engine
         self._all: dict[int, Endpoint] = {}
-        # By the sender's incarnation; those that are closing, or could not be closed, are not among them.
-        self._healthy: dict[int, Endpoint] = {}
+        # By the sender's incarnation and the domains; those that are closing, or could not be closed, are not among
+        # them.
+        self._healthy: dict[tuple[int, tuple[int, ...]], Endpoint] = {}
         self._retired: OrderedDict[bytes, None] = OrderedDict()
 
-    def of_sender(self, sender: Peer) -> tuple[Endpoint, list[int]]:
-        """The sender's endpoint, opened when first used, and superfluous ones, which the caller closes at the engine.
+    def of_sender(self, sender: Peer, domains: tuple[int, ...]) -> tuple[Endpoint, list[int]]:
+        """The sender's endpoint in these domains, opened when first used, and superfluous ones, which the caller closes
+        at the engine.
 
-        Its address is one that no closed endpoint had: a sender that was fenced while it stood still may connect to the
-        old address again, and its writes would be as good as ever. Raises FabricError.
+        Its addresses are such as no closed endpoint had: a sender that was fenced while it stood still may connect to
+        an old address again, and its writes would be as good as ever. Raises FabricError.
         """
         superfluous: list[int] = []
-        endpoint = self._healthy.get(sender.incarnation)
+        endpoint = self._healthy.get((sender.incarnation, domains))
         if endpoint is None:
-            number, address = self._engine.open_endpoint()
-            while address in self._retired:
-                # Still open while the next is opened, which so gets another address.
+            number, addresses = self._engine.open_endpoint(domains)
+            while not self._retired.keys().isdisjoint(addresses):
+                # Still open while the next is opened, which so gets other addresses.
                 superfluous.append(number)
-                number, address = self._engine.open_endpoint()
-            endpoint = Endpoint(number, address, sender)
-            self._all[number] = self._healthy[sender.incarnation] = endpoint
+                number, addresses = self._engine.open_endpoint(domains)
+            endpoint = Endpoint(number, domains, tuple(addresses), sender)
+            self._all[number] = self._healthy[endpoint.key] = endpoint
         endpoint.used = time.monotonic()
         return endpoint, superfluous
 
-    def healthy(self, incarnation: int) -> Endpoint | None:
-        return self._healthy.get(incarnation)
+    def healthy(self, incarnation: int) -> list[Endpoint]:
+        return [endpoint for endpoint in self._healthy.values() if endpoint.sender.incarnation == incarnation]
 
     def idle(self, since: float) -> list[Endpoint]:
         """Those without an inbox, and without one since that time (time.monotonic), that are not closing."""
@@ -72,10 +81,10 @@ class Endpoints:
         if endpoint.closing:
             return False
         endpoint.closing = True
-        if self._healthy.get(endpoint.sender.incarnation) is endpoint:
-            del self._healthy[endpoint.sender.incarnation]
-        self._retired[endpoint.address] = None
-        if len(self._retired) > MAX_RETIRED:
+        if self._healthy.get(endpoint.key) is endpoint:
+            del self._healthy[endpoint.key]
+        self._retired.update(dict.fromkeys(endpoint.addresses))
+        while len(self._retired) > MAX_RETIRED:
             self._retired.popitem(last=False)
         return True
 

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from pathlib import Path
 
 from baton_actors import keeping_stop_signals, serve_until_signalled
 from baton_config import Settings
+from baton_fabric.assignment import groups_of_agent
 from baton_fabric.engine import FabricEngine
 from baton_fabric.faults import parse_faults
+from baton_fabric.topology import read_topology
 from baton_rpc import tls_files
 from baton_telemetry.exposition import MetricsServer
 
 from .devices import Devices
+from .domains import Domains
 from .options import AgentOptions
 from .roce import choose
 from .service import Addresses, TransferAgentService
 
 logger = logging.getLogger(__name__)
+
+SYSFS = Path("/sys")
 
 __all__ = ["TransferAgentService", "run"]
 
@@ -37,9 +43,16 @@ async def _serve(settings: Settings) -> None:
         os.environ[name] = value
     with keeping_stop_signals():
         devices = await asyncio.to_thread(Devices.find)
-        engine = await FabricEngine.start(
+        groups = groups_of_agent(
+            await asyncio.to_thread(read_topology, SYSFS, os.sched_getaffinity(0)),
             agent.transport,
             agent.node,
+            agent.domains_by_device,
+        )
+        domains = Domains.of_groups(groups)
+        engine = await FabricEngine.start(
+            agent.transport,
+            domains.names,
             spin=agent.spin,
             post_timeout_ms=int(agent.post_timeout_s * 1000),
             device_memory=devices.present,
@@ -49,9 +62,10 @@ async def _serve(settings: Settings) -> None:
             logger.warning("faults at the fabric, for tests: %d rules", len(faults.rules))
             engine.set_faults(faults)
         if engine.provider.startswith("verbs"):
-            device = str(engine.capabilities()["domain"])
-            gid = choose(device, agent.node, agent.roce_version, agent.roce_traffic_class)
-            logger.info("verbs: %s", gid or device)
+            for domain in engine.capabilities():
+                device, address = str(domain["domain"]), str(domain["address"])
+                gid = choose(device, address, agent.roce_version, agent.roce_traffic_class)
+                logger.info("verbs: %s", gid or device)
         # What both sides must share is the provider, not the name that chose it.
         service = TransferAgentService(
             engine,
@@ -70,6 +84,7 @@ async def _serve(settings: Settings) -> None:
             tls=tls_files(settings.tls),
             allow_insecure=settings.tls.allow_insecure,
             devices=devices,
+            domains=domains,
         )
         metrics = MetricsServer(service.metrics.registry, service.problem)
         try:

@@ -197,7 +197,7 @@ class Receiver(WorkingActor):
         if message.checked is not None:
             self._checksums.check_readable(regions)
             checked = self._checksums.destination(view, message.dp_rank, *message.checked)
-        endpoint, superfluous = self._endpoints.of_sender(message.sender)
+        endpoint, superfluous = self._endpoints.of_sender(message.sender, view.domains(message.dp_rank))
         for number in superfluous:
             self.spawn(self._discard(number))
         key = self._slots.open()
@@ -218,7 +218,8 @@ class Receiver(WorkingActor):
             receiver=self._agent,
             slot=key.slot,
             generation=key.generation,
-            endpoints=[endpoint.address],
+            endpoints=endpoint.addresses,
+            domains=endpoint.domains,
             regions=view.regions,
             layout=layout_message(view.cache.layout, view.cache.dtype, view.cache.shards.heads),
             sharding=sharding_message(view.cache),
@@ -285,9 +286,9 @@ class Receiver(WorkingActor):
         for inbox in list(self._inboxes.values()):
             if inbox.endpoint.sender.incarnation == message.peer.incarnation:
                 self._do(inbox, inbox.life.peer_lost(message.reason), message.reason.lower())
-        endpoint = self._endpoints.healthy(message.peer.incarnation)
-        if endpoint is not None and not endpoint.inboxes:
-            self._fence(endpoint, "idle")
+        for endpoint in self._endpoints.healthy(message.peer.incarnation):
+            if not endpoint.inboxes:
+                self._fence(endpoint, "idle")
 
     @handles
     async def stop_answered(self, message: _StopAnswered) -> None:

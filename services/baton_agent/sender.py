@@ -418,7 +418,8 @@ class Sender(WorkingActor):
 
     def _open(self, transfer: _Transfer) -> None:
         """Raises FabricError."""
-        connection = self._connections.to(transfer.inbox)
+        domains = transfer.view.domains(transfer.request.dp_rank)
+        connection = self._connections.to(transfer.inbox, domains)
         try:
             self._open_over(transfer, connection)
         except FabricError as error:
@@ -426,7 +427,7 @@ class Sender(WorkingActor):
                 raise
             # The connection had broken while nobody used it.
             self._drop(connection)
-            self._open_over(transfer, self._connections.to(transfer.inbox))
+            self._open_over(transfer, self._connections.to(transfer.inbox, domains))
 
     def _open_over(self, transfer: _Transfer, connection: Connection) -> None:
         view, inbox = transfer.view, transfer.inbox

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import grpc
-from baton.v1 import agent_pb2_grpc, common_pb2
+from baton.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 from baton_actors import Actor, ActorStopped
 from baton_fabric.engine import FabricEngine
@@ -22,6 +22,7 @@ from baton_telemetry.metrics import AgentMetrics
 
 from .checksums import Checksums
 from .devices import Devices
+from .domains import Domains
 from .errors import EngineDown, InvalidArgument
 from .fabric import deliver
 from .messages import PeerLost, Tick
@@ -65,10 +66,11 @@ class TransferAgentService:
         tls: TlsFiles | None = None,
         allow_insecure: bool = False,
         devices: Devices | None = None,
+        domains: Domains | None = None,
     ) -> None:
         """`transport`: the name that both sides of a transfer must share; `devices`: GPUs whose memory may be handed
-        over, none by default. Raises the address errors of baton_rpc, InsecureAddressError, and SocketPathInvalid for
-        a path that is too long."""
+        over, none by default; `domains`: which of the engine's serve whose memory, all by default. Raises the address
+        errors of baton_rpc, InsecureAddressError, and SocketPathInvalid for a path that is too long."""
         self.incarnation = secrets.randbits(64) or 1
         self.options = options or AgentOptions()
         self.metrics = metrics or AgentMetrics()
@@ -85,6 +87,9 @@ class TransferAgentService:
             version=AGENT_VERSION, incarnation=self.incarnation, transport=transport, node=node
         )
         self._engine = engine
+        self._domains = domains or Domains.everywhere(
+            [str(domain["address"] or domain["domain"]) for domain in engine.capabilities()]
+        )
         credentials: grpc.ChannelCredentials | None = tls.channel_credentials() if tls is not None else None
         self.peers = Peers(
             self.incarnation,
@@ -101,6 +106,7 @@ class TransferAgentService:
             self.incarnation,
             self._engine,
             devices or Devices(NoGpu("this agent was started without GPUs")),
+            self._domains,
             self.sender,
             self.receiver,
             self.options,
@@ -112,7 +118,13 @@ class TransferAgentService:
         self._local.add(
             agent_pb2_grpc.add_TransferAgentServicer_to_server,
             TransferAgentServicer(
-                self.descriptor, addresses.handoff, self.sessions, self.sender, self.receiver, self.metrics
+                self.descriptor,
+                addresses.handoff,
+                self.describe_domains,
+                self.sessions,
+                self.sender,
+                self.receiver,
+                self.metrics,
             ),
             "baton.v1.TransferAgent",
         )
@@ -186,6 +198,22 @@ class TransferAgentService:
             return {"problem": "the fabric's provider does not return", "busy_s": stalled_us / 1e6}
         return None
 
+    def describe_domains(self) -> list[agent_pb2.FabricDomain]:
+        """What the fabric was opened on, by number, and what went over each."""
+        return [
+            agent_pb2.FabricDomain(
+                name=self._domains.names[number],
+                provider=str(domain["provider"]),
+                device=str(domain["domain"]),
+                address=str(domain["address"]),
+                serves=self._domains.served_by(number),
+                **moved,
+            )
+            for number, (domain, moved) in enumerate(
+                zip(self._engine.capabilities(), self._engine.domain_metrics(), strict=True)
+            )
+        ]
+
     @property
     def _actors(self) -> tuple[Actor, ...]:
         return self.peers, self.receiver, self.sender, self.sessions
@@ -235,6 +263,7 @@ class TransferAgentService:
         for stage in QUARANTINE:
             metrics.quarantined_inboxes.labels(stage.value).set_function(partial(receiver.quarantined, stage))
         metrics.read_fabric(self._engine.metrics)
+        metrics.read_domains(self._domains.names, self._engine.domain_metrics)
 
 
 def _socket_path(address: str) -> str:

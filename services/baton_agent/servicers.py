@@ -55,6 +55,7 @@ class TransferAgentServicer(agent_pb2_grpc.TransferAgentServicer):
         self,
         agent: common_pb2.AgentDescriptor,
         handoff_path: str,
+        domains: Callable[[], list[agent_pb2.FabricDomain]],
         sessions: Sessions,
         sender: Sender,
         receiver: Receiver,
@@ -63,12 +64,13 @@ class TransferAgentServicer(agent_pb2_grpc.TransferAgentServicer):
         self.metrics = metrics
         self._agent = agent
         self._handoff_path = handoff_path
+        self._domains = domains
         self._sessions = sessions
         self._sender = sender
         self._receiver = receiver
 
     async def Describe(self, request: agent_pb2.DescribeRequest, context: Context) -> agent_pb2.DescribeResponse:
-        return agent_pb2.DescribeResponse(agent=self._agent, handoff_path=self._handoff_path)
+        return agent_pb2.DescribeResponse(agent=self._agent, handoff_path=self._handoff_path, domains=self._domains())
 
     async def Events(self, request: agent_pb2.EventsRequest, context: Context) -> AsyncIterator[agent_pb2.AgentEvent]:
         log = await self._sessions.ask(FindEvents(request.session))

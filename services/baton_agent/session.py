@@ -51,9 +51,11 @@ class SessionView:
                 descriptors.append(
                     common_pb2.RegionDescriptor(
                         rank=number,
-                        key=memory.registered.key,
-                        base=memory.registered.base,
                         length=memory.length,
+                        accesses=[
+                            common_pb2.RegionAccess(domain=access.domain, key=access.key, base=access.base)
+                            for access in memory.registered.accesses
+                        ],
                         first_layer=run.first_layer,
                         layers=run.layers,
                     )
@@ -73,6 +75,11 @@ class SessionView:
     def region_ids(self, dp_rank: int) -> list[int]:
         """The engine's ids of a data-parallel rank's regions. Raises InvalidArgument."""
         return [memory.registered.region for rank in self.ranks_of(dp_rank) for memory in rank.memories]
+
+    def domains(self, dp_rank: int) -> tuple[int, ...]:
+        """Numbers of the domains that serve the memory of a data-parallel rank. Raises InvalidArgument."""
+        memories = (memory for rank in self.ranks_of(dp_rank) for memory in rank.memories)
+        return tuple(sorted({access.domain for memory in memories for access in memory.registered.accesses}))
 
 
 def cache_of_offer(offer: Handoff) -> Cache:

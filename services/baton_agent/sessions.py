@@ -17,6 +17,7 @@ from baton_memory.offer import Handoff
 from baton_telemetry.metrics import AgentMetrics
 
 from .devices import Devices, RegionMemory, deregister, forget, register
+from .domains import Domains
 from .errors import SessionConflict, ShuttingDown, TooManySessions, UnknownSession
 from .event_log import EventLog
 from .messages import AddSession, EndSession
@@ -102,6 +103,7 @@ class Sessions(WorkingActor):
         incarnation: int,
         engine: FabricEngine,
         devices: Devices,
+        domains: Domains,
         sender: Sender,
         receiver: Receiver,
         options: AgentOptions,
@@ -112,6 +114,7 @@ class Sessions(WorkingActor):
         self._incarnation = incarnation
         self._engine = engine
         self._devices = devices
+        self._domains = domains
         self._sender = sender
         self._receiver = receiver
         self._options = options
@@ -260,7 +263,8 @@ class Sessions(WorkingActor):
         try:
             for region, fd in zip(offer.regions, received.region_fds, strict=True):
                 length = int(region["length"])
-                memories.append(await register(self._engine, self._devices, fd, length, offer.device))
+                memory = await register(self._engine, self._devices, self._domains, fd, length, offer.device)
+                memories.append(memory)
             # A GPU that moves the counter rings nothing.
             rung = offer.device is None
             counter = self._engine.attach_counter(received.counter_memory_fd, received.doorbell_fd, rung)

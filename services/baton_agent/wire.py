@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.v1 import agent_pb2, common_pb2
 
+from baton_fabric.engine import RemoteAccess
 from baton_kv.immediate import SLOTS
 from baton_kv.layout import PageLayout
 from baton_kv.regions import LayerRun, RegionMap, RegionsMismatch
@@ -18,10 +19,12 @@ from baton_rpc.layouts import ORDER_NAMES, ORDERS
 from .errors import InvalidArgument, StaleDescriptor, TransportMismatch, VersionUnsupported
 
 AGENT_VERSION = 1
-INBOX_VERSION = 1
+INBOX_VERSION = 2
 MAX_RANKS = 256
 # Longest fabric address of any provider known (shm names, EFA's 32 bytes, socket addresses) and room.
 MAX_FABRIC_ADDRESS = 512
+# Of one agent; machines with most have 32 NICs.
+MAX_DOMAINS = 64
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Peer:
 
 @dataclass(frozen=True)
 class RemoteRegion:
-    key: int
-    base: int
+    """`accesses`: through the endpoints of the inbox; none for a rank that the transfer doesn't write to."""
+
+    accesses: tuple[RemoteAccess, ...]
     length: int
 
 
@@ -63,7 +67,8 @@ class RemoteInbox:
     receiver: Peer
     slot: int
     generation: int
-    endpoint: bytes
+    # Of the endpoints, in the order in which the regions' accesses name them.
+    endpoints: tuple[bytes, ...]
     cache: Cache
     ranks: tuple[RemoteRank, ...]
     data_parallel_rank: int
@@ -115,11 +120,7 @@ def read_inbox(message: agent_pb2.InboxDescriptor, own: common_pb2.AgentDescript
     receiver = read_agent(message.receiver, own.transport)
     if message.slot >= SLOTS:
         raise InvalidArgument(f"slot {message.slot} must be below {SLOTS}", field="slot")
-    if len(message.endpoints) != 1 or not 0 < len(message.endpoints[0]) <= MAX_FABRIC_ADDRESS:
-        raise InvalidArgument(
-            f"the inbox must have one endpoint of 1 to {MAX_FABRIC_ADDRESS} bytes, it has {len(message.endpoints)}",
-            field="endpoints",
-        )
+    _check_endpoints(message)
     cache = _read_cache(message)
     if message.data_parallel_rank >= cache.shards.dp:
         raise InvalidArgument(
@@ -130,9 +131,9 @@ def read_inbox(message: agent_pb2.InboxDescriptor, own: common_pb2.AgentDescript
         receiver=receiver,
         slot=message.slot,
         generation=message.generation,
-        endpoint=message.endpoints[0],
+        endpoints=tuple(message.endpoints),
         cache=cache,
-        ranks=_read_ranks(message.regions, cache),
+        ranks=_read_ranks(message, cache),
         data_parallel_rank=message.data_parallel_rank,
         checksum=read_checksum(message.checksum),
     )
@@ -171,6 +172,22 @@ def read_pages(
     return numbers
 
 
+def _check_endpoints(message: agent_pb2.InboxDescriptor) -> None:
+    count = len(message.endpoints)
+    if not 0 < count <= MAX_DOMAINS or any(not 0 < len(address) <= MAX_FABRIC_ADDRESS for address in message.endpoints):
+        raise InvalidArgument(
+            f"the inbox must have 1 to {MAX_DOMAINS} endpoints, each of 1 to {MAX_FABRIC_ADDRESS} bytes; it has {count}"
+            f", of {[len(address) for address in message.endpoints[:MAX_DOMAINS]]} bytes",
+            field="endpoints",
+        )
+    if len(message.domains) != count or len(set(message.domains)) != count:
+        raise InvalidArgument(
+            f"the inbox has endpoints in the domains {list(message.domains[:MAX_DOMAINS])}: each of its {count} "
+            "endpoints must be in a domain of its own",
+            field="domains",
+        )
+
+
 def _read_cache(message: agent_pb2.InboxDescriptor) -> Cache:
     layout, sharding = message.layout, message.sharding
     order = ORDER_NAMES.get(layout.order)
@@ -187,21 +204,49 @@ def _read_cache(message: agent_pb2.InboxDescriptor) -> Cache:
     return cache_of(rank, layout.kv_heads, sharding.tensor_parallel, sharding.data_parallel, layout.dtype)
 
 
-def _read_ranks(messages: Sequence[common_pb2.RegionDescriptor], cache: Cache) -> tuple[RemoteRank, ...]:
+def _read_ranks(inbox: agent_pb2.InboxDescriptor, cache: Cache) -> tuple[RemoteRank, ...]:
     by_rank: dict[int, list[common_pb2.RegionDescriptor]] = {rank: [] for rank in range(cache.shards.ranks)}
-    for message in messages:
+    for message in inbox.regions:
         if message.rank not in by_rank:
             raise InvalidArgument(f"a region of rank {message.rank}: there are {len(by_rank)} ranks", field="regions")
-        if message.base + message.length > 1 << 64:
-            raise InvalidArgument(f"the region of rank {message.rank} goes beyond 64-bit addresses", field="regions")
         by_rank[message.rank].append(message)
-    return tuple(_read_rank(rank, regions, cache) for rank, regions in by_rank.items())
+    endpoints = {domain: number for number, domain in enumerate(inbox.domains)}
+    nowhere: dict[int, int] = {}
+    return tuple(
+        _read_rank(rank, regions, cache, endpoints if rank // cache.shards.tp == inbox.data_parallel_rank else nowhere)
+        for rank, regions in by_rank.items()
+    )
 
 
-def _read_rank(rank: int, messages: list[common_pb2.RegionDescriptor], cache: Cache) -> RemoteRank:
+def _read_accesses(message: common_pb2.RegionDescriptor, endpoints: Mapping[int, int]) -> tuple[RemoteAccess, ...]:
+    """`endpoints`: by domain; none if the region is not written to."""
+    domains = [access.domain for access in message.accesses]
+    if not 0 < len(domains) <= MAX_DOMAINS or len(set(domains)) != len(domains):
+        raise InvalidArgument(
+            f"the region of rank {message.rank} is accessed through the domains {domains[:MAX_DOMAINS]}: there must be "
+            f"1 to {MAX_DOMAINS} different ones",
+            field="regions.accesses",
+        )
+    if any(access.base + message.length > 1 << 64 for access in message.accesses):
+        raise InvalidArgument(f"the region of rank {message.rank} goes beyond 64-bit addresses", field="regions")
+    if not endpoints:
+        return ()
+    missing = [domain for domain in domains if domain not in endpoints]
+    if missing:
+        raise InvalidArgument(
+            f"the region of rank {message.rank} is accessed through domain {missing[0]}, in which the inbox has no "
+            f"endpoint: it has {', '.join(map(str, endpoints))}",
+            field="regions.accesses",
+        )
+    return tuple(RemoteAccess(endpoints[access.domain], access.key, access.base) for access in message.accesses)
+
+
+def _read_rank(
+    rank: int, messages: list[common_pb2.RegionDescriptor], cache: Cache, endpoints: Mapping[int, int]
+) -> RemoteRank:
     layout = cache.shards.layout_of(rank, cache.layout)
     messages.sort(key=lambda message: message.first_layer)
-    regions = tuple(RemoteRegion(message.key, message.base, message.length) for message in messages)
+    regions = tuple(RemoteRegion(_read_accesses(message, endpoints), message.length) for message in messages)
     try:
         runs = (
             LayerRun(region, message.first_layer, message.layers or layout.layers)

@@ -21,14 +21,14 @@ class EnginePair:
         self.source = Pool(self._pair.sender.memory.fd, self._pair.sender.memory.length)
         self.destination = Pool(self._pair.receiver.memory.fd, self._pair.receiver.memory.length)
         self._step = 0
-        capabilities = self._pair.sender.engine.capabilities()
+        capabilities = self._pair.sender.engine.capabilities()[0]
         self.provider = str(capabilities["provider"])
         self.window = int(capabilities["window"])
 
     def stream(self, pages: Pages) -> tuple[Any, ...]:
         sender, receiver = self._pair.sender, self._pair.receiver
         strides = (pages.layer_bytes, pages.page_bytes)
-        remote = (receiver.key, receiver.base, receiver.memory.length)
+        remote = (receiver.remotes, receiver.memory.length)
         return (sender.region, *strides, *remote, *strides, [(0, 0, pages.page_bytes)])
 
     def run(self, pages: Pages) -> Run:

@@ -46,10 +46,10 @@ class Crowd:
         self.shorts_ns: list[int] = []
         self._peers: list[int] = []
         for slot in range(PEERS):
-            endpoint, address = pair.receiver.engine.open_endpoint()
+            endpoint, addresses = pair.receiver.engine.open_endpoint()
             # More than will ever come: what is measured is when the sender knows that all is delivered.
             pair.receiver.engine.open_inbox(endpoint, slot, 0, 1 << 40)
-            self._peers.append(self._engine.connect(address))
+            self._peers.append(self._engine.connect(addresses))
         pair.run_step(0)
 
     def begin(self, short: bool, peer: int) -> None:

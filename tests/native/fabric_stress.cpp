@@ -37,8 +37,18 @@ constexpr uint64_t kLaneBytes = kLayers * kPages * kPageBytes;
 bool is_closing(const Error &error) { return error.reason() == "ENGINE_CLOSED"; }
 Error closed() { return Error("the engine is closed", "FAILED_PRECONDITION", "ENGINE_CLOSED"); }
 
+// Over tcp both sides have several domains, and not as many as each other.
+Options with_domains(Options options, std::vector<std::string> names) {
+    if (options.provider == "tcp") {
+        options.names = std::move(names);
+    }
+    return options;
+}
+
 struct World {
-    explicit World(const Options &options) : sender(options), receiver(options) {}
+    explicit World(const Options &options)
+        : sender(with_domains(options, {"127.0.0.2", "127.0.0.3"})),
+          receiver(with_domains(options, {"127.0.0.4", "127.0.0.5", "127.0.0.6"})) {}
 
     Side sender;
     Side receiver;
@@ -55,8 +65,8 @@ class Lane {
           random_(seed + number),
           source_(kLaneBytes),
           destination_(kLaneBytes),
-          ours_(world.sender.engine().register_region(source_.fd(), kLaneBytes)),
-          theirs_(world.receiver.engine().register_region(destination_.fd(), kLaneBytes)),
+          ours_(world.sender.engine().register_region(source_.fd(), kLaneBytes, {})),
+          theirs_(world.receiver.engine().register_region(destination_.fd(), kLaneBytes, {})),
           cell_(world.sender.engine().attach_counter(counter_.memory_fd(), counter_.doorbell_fd(), true)) {
         connect();
     }
@@ -82,9 +92,9 @@ class Lane {
     }
 
     void connect() {
-        auto [endpoint, address] = world_.receiver.engine().open_endpoint();
+        auto [endpoint, addresses] = world_.receiver.engine().open_endpoint({});
         endpoint_ = endpoint;
-        peer_ = world_.sender.engine().connect(std::move(address));
+        peer_ = world_.sender.engine().connect(std::move(addresses), {});
     }
 
     std::vector<uint32_t> draw_pages(size_t count) {
@@ -144,7 +154,10 @@ class Lane {
     void open(uint64_t id, uint32_t slot, uint32_t generation, const std::vector<uint32_t> &from,
               const std::vector<uint32_t> &to) {
         const Grid grid{kPages * kPageBytes, kPageBytes, 1, 0};
-        Stream stream{nullptr, grid, theirs_.key, theirs_.base, kLaneBytes, grid, 0, kLayers, {{0, 0, kPageBytes}}};
+        Stream stream{nullptr, grid, {}, kLaneBytes, grid, 0, kLayers, {{0, 0, kPageBytes}}};
+        for (const auto &[domain, key, base] : theirs_.accesses) {
+            stream.remotes.push_back({domain, key, base});
+        }
         world_.sender.engine().open_transfer(peer_, cell_, TransferPlan{id, slot, generation, kLayers, {}, from, to},
                                              {{ours_.region, std::move(stream)}});
     }
@@ -241,7 +254,7 @@ void run(const Options &options, double seconds, uint64_t seed) {
         lanes.push_back(std::make_unique<Lane>(world, number, seed));
     }
     Memory steady(1 << 16);
-    const auto steady_region = world.sender.engine().register_region(steady.fd(), steady.length());
+    const auto steady_region = world.sender.engine().register_region(steady.fd(), steady.length(), {});
     const auto passing = Memory(1 << 16);
 
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -261,7 +274,7 @@ void run(const Options &options, double seconds, uint64_t seed) {
     }));
     threads.push_back(beside(world, [&world, &passing] {
         auto &engine = world.receiver.engine();
-        const auto region = engine.register_region(passing.fd(), 1 << 16);
+        const auto region = engine.register_region(passing.fd(), 1 << 16, {});
         engine.deregister_region(region.region);
         engine.region_retired(region.region);
     }));

@@ -90,7 +90,7 @@ async def test_memory_of_a_gpu_is_imported_registered_and_given_back(agent, mode
         # The agent counts GPUs otherwise than the model does.
         assert (length, ordinal, dmabuf) == (LENGTH, 1, True)
         assert list(process.mappings) == [address]
-        assert (region.base, region.length) == (address, LENGTH)
+        assert (region.accesses[0].base, region.length) == (address, LENGTH)
         assert len(engine.polled) == 1
         assert agent.sessions.registered_bytes == LENGTH
 

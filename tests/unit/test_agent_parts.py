@@ -138,15 +138,22 @@ def test_an_inbox_descriptor_says_the_same_at_the_other_side(layout, copies, dp,
     ranks = cache.shards.ranks
     lengths = [cache.shards.layout_of(rank, cache.layout).region_bytes for rank in range(ranks)]
     message = agent_pb2.InboxDescriptor(
-        version=1,
+        version=2,
         receiver=common_pb2.AgentDescriptor(
             version=1, incarnation=5, control_address="127.0.0.1:1", transport="tcp", node="n"
         ),
         slot=3,
         generation=300,
-        endpoints=[b"address"],
+        endpoints=[b"address", b"another"],
+        domains=[5, 2],
         regions=[
-            common_pb2.RegionDescriptor(rank=rank, key=rank + 7, base=0, length=length)
+            common_pb2.RegionDescriptor(
+                rank=rank,
+                length=length,
+                accesses=[
+                    common_pb2.RegionAccess(domain=domain, key=10 * rank + domain, base=domain) for domain in (2, 5)
+                ],
+            )
             for rank, length in reversed(list(enumerate(lengths)))
         ],
         layout=layout_message(cache.layout, cache.dtype, cache.shards.heads),
@@ -158,7 +165,12 @@ def test_an_inbox_descriptor_says_the_same_at_the_other_side(layout, copies, dp,
     inbox = read_inbox(agent_pb2.InboxDescriptor.FromString(message.SerializeToString()), own)
     assert inbox.cache == cache
     assert inbox.key == (5, 3, 300)
-    assert [[region.key for region in rank.regions] for rank in inbox.ranks] == [[rank + 7] for rank in range(ranks)]
+    assert inbox.endpoints == (b"address", b"another")
+    for number, rank in enumerate(inbox.ranks):
+        (region,) = rank.regions
+        # Only those of the data-parallel rank that receives.
+        written = number // tp == dp - 1
+        assert region.accesses == (((1, 10 * number + 2, 2), (0, 10 * number + 5, 5)) if written else ())
     assert [rank.regions[0].length for rank in inbox.ranks] == lengths
 
 

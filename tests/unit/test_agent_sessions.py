@@ -105,7 +105,7 @@ async def test_contradicting_ranks_are_refused_and_change_nothing(agent, models)
 
 
 async def test_memory_that_the_fabric_refuses_leaves_no_session(agent, models, monkeypatch):
-    async def refuse(fd: int, length: int) -> tuple[int, int, int]:
+    async def refuse(fd: int, length: int, domains: object) -> tuple[int, int, int]:
         raise FabricError("cannot map", "INVALID_ARGUMENT", "BAD_REGION")
 
     model = models()
@@ -261,7 +261,13 @@ async def test_unusable_addresses(tmp_path, options):
 async def test_what_a_caller_that_gave_up_opened_is_closed_again(agent, models, monkeypatch):
     service = agent.service
     servicer = TransferAgentServicer(
-        service.descriptor, "", service.sessions, service.sender, service.receiver, service.metrics
+        service.descriptor,
+        "",
+        service.describe_domains,
+        service.sessions,
+        service.sender,
+        service.receiver,
+        service.metrics,
     )
     asked, gate = asyncio.Event(), asyncio.Event()
 

@@ -383,7 +383,7 @@ async def test_what_open_transfer_refuses(attached):
             place = other
             for parent in parents:
                 place = getattr(place, parent)
-            if isinstance(value, list):
+            if isinstance(value, list | range):
                 place.ClearField(name)
                 getattr(place, name).extend(value)
             else:
@@ -391,13 +391,24 @@ async def test_what_open_transfer_refuses(attached):
         return other
 
     region = inbox.regions[0]
-    short = common_pb2.RegionDescriptor(rank=0, key=region.key, base=0, length=region.length - 1)
-    fewer = common_pb2.RegionDescriptor(rank=0, key=region.key, base=0, length=region.length, layers=2)
-    stranger = common_pb2.RegionDescriptor(rank=1, key=region.key, base=0, length=region.length)
-    beyond = common_pb2.RegionDescriptor(rank=0, key=region.key, base=2**64 - 5, length=region.length)
+    (access,) = region.accesses
+
+    def other_region(*accesses, **fields) -> common_pb2.RegionDescriptor:
+        return common_pb2.RegionDescriptor(
+            **{"rank": 0, "length": region.length, "accesses": accesses or [access], **fields}
+        )
+
+    short = other_region(length=region.length - 1)
+    fewer = other_region(layers=2)
+    stranger = other_region(rank=1)
+    beyond = other_region(common_pb2.RegionAccess(key=access.key, base=2**64 - 5))
+    elsewhere = other_region(access, common_pb2.RegionAccess(domain=1, key=access.key))
+    nowhere = other_region(accesses=[])
+    many = [b"%d" % number for number in range(65)]
     for other, source, target, reason in [
         (inbox, [0], [0], "TRANSFER_EXISTS"),
-        (changed(version=2), [0], [0], "VERSION_UNSUPPORTED"),
+        (changed(version=1), [0], [0], "VERSION_UNSUPPORTED"),
+        (changed(version=3), [0], [0], "VERSION_UNSUPPORTED"),
         (changed(receiver__version=9), [0], [0], "VERSION_UNSUPPORTED"),
         (changed(receiver__transport="shm"), [0], [0], "TRANSPORT_MISMATCH"),
         (changed(receiver__incarnation=0), [0], [0], "INVALID_FIELD"),
@@ -409,6 +420,15 @@ async def test_what_open_transfer_refuses(attached):
         (changed(slot=SLOTS), [0], [0], "INVALID_FIELD"),
         (changed(endpoints=[]), [0], [0], "INVALID_FIELD"),
         (changed(endpoints=[b"x" * 513]), [0], [0], "INVALID_FIELD"),
+        (changed(endpoints=[b"x", b"y"]), [0], [0], "INVALID_FIELD"),
+        (changed(endpoints=[b"x", b""], domains=[0, 1]), [0], [0], "INVALID_FIELD"),
+        (changed(endpoints=[b"x", b"y"], domains=[0, 0]), [0], [0], "INVALID_FIELD"),
+        (changed(endpoints=many, domains=range(65)), [0], [0], "INVALID_FIELD"),
+        (changed(domains=[]), [0], [0], "INVALID_FIELD"),
+        (changed(domains=[1]), [0], [0], "INVALID_FIELD"),
+        (changed(regions=[elsewhere]), [0], [0], "INVALID_FIELD"),
+        (changed(regions=[nowhere]), [0], [0], "INVALID_FIELD"),
+        (changed(regions=[other_region(access, access)]), [0], [0], "INVALID_FIELD"),
         (changed(regions=[]), [0], [0], "INVALID_FIELD"),
         (changed(regions=[region, region]), [0], [0], "INVALID_FIELD"),
         (changed(regions=[fewer]), [0], [0], "INVALID_FIELD"),

@@ -35,8 +35,8 @@ def from_another_host(address: bytes) -> bytes:
 
 def connect(both: Pair, *, far: bool) -> None:
     both.sender.engine.disconnect(both.peer)
-    both.endpoint, address = both.receiver.engine.open_endpoint()
-    both.peer = both.sender.engine.connect(from_another_host(address) if far else address)
+    both.endpoint, [address] = both.receiver.engine.open_endpoint()
+    both.peer = both.sender.engine.connect([from_another_host(address) if far else address])
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["local", "tcp"])
@@ -70,8 +70,8 @@ def test_one_fence_closes_both_ways(both: Pair, far: bool) -> None:
 
 def test_one_sender_over_both_ways_at_once(both: Pair) -> None:
     connect(both, far=False)
-    endpoint, address = both.receiver.engine.open_endpoint()
-    far = both.sender.engine.connect(from_another_host(address))
+    endpoint, [address] = both.receiver.engine.open_endpoint()
+    far = both.sender.engine.connect([from_another_host(address)])
     both.receiver.engine.open_inbox(endpoint, 99, 0, both.sender.layers)
     both.sender.engine.open_transfer(
         999, far, 99, 0, both.sender.counter, both.sender.layers, [both.stream()], [7], [8]
@@ -85,11 +85,11 @@ def test_one_sender_over_both_ways_at_once(both: Pair) -> None:
 
 
 def test_what_is_no_address_of_both_is_refused(both: Pair) -> None:
-    _, address = both.receiver.engine.open_endpoint()
+    _, [address] = both.receiver.engine.open_endpoint()
     local = address[len(b"auto:") : len(PREFIX) + DIGITS]
     for wrong in (b"", b"auto:", local, b"auto:" + local, address[len(PREFIX) + DIGITS :], PREFIX + b"x" * 200):
         with pytest.raises(FabricError) as caught:
-            both.sender.engine.connect(wrong)
+            both.sender.engine.connect([wrong])
         assert caught.value.reason == "BAD_ADDRESS"
 
 

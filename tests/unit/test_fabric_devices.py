@@ -51,8 +51,8 @@ def test_the_thread_waits_when_no_chunk_does() -> None:
 def test_a_gpus_memory_is_refused_where_it_was_not_asked_for() -> None:
     engine = Engine("tcp")
     try:
-        assert engine.capabilities()["device_memory"] is False
-        assert engine.capabilities()["dmabuf"] is False
+        assert engine.capabilities()[0]["device_memory"] is False
+        assert engine.capabilities()[0]["dmabuf"] is False
         with pytest.raises(FabricError) as error:
             engine.register_device_region(*RANGE)
         assert (error.value.status, error.value.reason) == ("FAILED_PRECONDITION", "DEVICE_UNSUPPORTED")
@@ -66,7 +66,7 @@ def test_what_the_provider_refuses_leaves_nothing() -> None:
     before = len(os.listdir("/proc/self/fd"))
     dmabuf = os.memfd_create("no dma-buf")
     try:
-        assert engine.capabilities()["device_memory"] is True
+        assert engine.capabilities()[0]["device_memory"] is True
         for arguments, reason in [
             ((0, 4096, 0), "BAD_REGION"),
             ((4096, 0, 0), "BAD_REGION"),
@@ -90,7 +90,7 @@ def test_host_memory_moves_over_a_provider_chosen_for_gpus() -> None:
         both.sender.engine.close()
         engine = both.sender.engine = Engine("shm", device_memory=True)
         both.sender.fill()
-        both.sender.region, _, _ = engine.register_region(both.sender.memory.fd, both.sender.memory.length)
+        both.sender.region, _ = engine.register_region(both.sender.memory.fd, both.sender.memory.length)
         both.sender.counter = engine.attach_counter(
             both.sender.layer_counter.memory_fd, both.sender.layer_counter.doorbell_fd
         )

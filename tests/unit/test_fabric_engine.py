@@ -13,6 +13,7 @@ from baton_fabric.engine import (
     FabricEngine,
     FabricError,
     InboxFull,
+    RemoteAccess,
     Stream,
     TransferDone,
     TransferFailed,
@@ -39,15 +40,14 @@ async def test_a_transfer_from_end_to_end(engines: tuple[FabricEngine, FabricEng
         ours = await sender.register_region(source.fd, source.length)
         theirs = await receiver.register_region(destination.fd, destination.length)
         counter = sender.attach_counter(layer_counter.memory_fd, layer_counter.doorbell_fd)
-        endpoint, address = receiver.open_endpoint()
-        peer = sender.connect(address)
+        endpoint, [address] = receiver.open_endpoint()
+        peer = sender.connect([address])
         receiver.open_inbox(endpoint, 1, 2, layers * pages, [theirs.region])
         stream = Stream(
             ours.region,
             pages * page_bytes,
             page_bytes,
-            theirs.key,
-            theirs.base,
+            [RemoteAccess(0, theirs.accesses[0].key, theirs.accesses[0].base)],
             destination.length,
             pages * page_bytes,
             page_bytes,
@@ -71,7 +71,7 @@ async def test_a_transfer_from_end_to_end(engines: tuple[FabricEngine, FabricEng
         sender.detach_counter(counter)
         await sender.deregister_region(ours.region)
         assert sender.metrics()["transfers_done"] == 1
-        assert sender.capabilities()["provider"] == sender.provider
+        assert sender.capabilities()[0]["provider"] == sender.provider
     finally:
         layer_counter.close()
         source.close()
@@ -82,11 +82,11 @@ async def test_the_stream_of_events_ends_with_the_engine(engines: tuple[FabricEn
     sender, receiver = engines
     layer_counter = LayerCounter.create()
     counter = sender.attach_counter(layer_counter.memory_fd, layer_counter.doorbell_fd)
-    _, address = receiver.open_endpoint()
+    _, [address] = receiver.open_endpoint()
     memory = SharedMemory.create("memory", 4096)
     region = await sender.register_region(memory.fd, memory.length)
-    stream = Stream(region.region, 0, 0, 0, 0, 4096, 0, 0, [(0, 0, 4096)])
-    sender.open_transfer(1, sender.connect(address), 0, 0, counter, 1, [stream], [0], [0])
+    stream = Stream(region.region, 0, 0, [RemoteAccess(0, 0, 0)], 4096, 0, 0, [(0, 0, 4096)])
+    sender.open_transfer(1, sender.connect([address]), 0, 0, counter, 1, [stream], [0], [0])
 
     async def collect() -> list[object]:
         return [event async for event in sender.events()]

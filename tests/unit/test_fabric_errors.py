@@ -34,13 +34,13 @@ def test_an_unknown_provider_is_refused() -> None:
 
 
 def test_a_node_that_is_not_ours_is_refused() -> None:
-    refused("UNAVAILABLE", "PROVIDER_UNAVAILABLE", Engine, "tcp", "203.0.113.1")
+    refused("UNAVAILABLE", "PROVIDER_UNAVAILABLE", Engine, "tcp", ["203.0.113.1"])
 
 
 def test_auto_is_the_best_provider_over_tcp_and_local() -> None:
     engine = Engine()
     try:
-        capabilities = engine.capabilities()
+        capabilities = engine.capabilities()[0]
         version = libfabric_version()
         expected = "tcp" if version >= (2, 0) else "net" if version >= (1, 17) else "tcp;ofi_rxm"
         assert engine.provider == capabilities["provider"] == f"{expected}+local"
@@ -70,7 +70,7 @@ def test_a_region_must_lie_within_its_file(both: Pair) -> None:
 
 def test_the_engine_keeps_its_own_descriptors(both: Pair) -> None:
     memory = SharedMemory.create("closed early", 4096)
-    region, _, _ = both.sender.engine.register_region(memory.fd, memory.length)
+    region, _ = both.sender.engine.register_region(memory.fd, memory.length)
     memory.close()
     both.sender.engine.deregister_region(region)
 
@@ -91,7 +91,11 @@ def test_a_counter_is_memory_and_an_eventfd(both: Pair) -> None:
         ("open_inbox", (999, 0, 0, 1), "UNKNOWN_ENDPOINT"),
         ("open_transfer", (1, 999, 0, 0, 1, 1, [], [], []), "UNKNOWN_PEER"),
         ("open_transfer", (1, 1, 0, 0, 999, 1, [], [], []), "UNKNOWN_COUNTER"),
-        ("open_transfer", (1, 1, 0, 0, 1, 1, [(999, 0, 0, 0, 0, 0, 0, 0, [(0, 0, 1)])], [0], [0]), "UNKNOWN_REGION"),
+        (
+            "open_transfer",
+            (1, 1, 0, 0, 1, 1, [(999, 0, 0, [(0, 0, 0)], 0, 0, 0, [(0, 0, 1)])], [0], [0]),
+            "UNKNOWN_REGION",
+        ),
     ],
 )
 def test_unknown_handles_are_refused(both: Pair, method: str, arguments: tuple[Any, ...], reason: str) -> None:
@@ -108,16 +112,16 @@ def test_stale_handles_that_a_race_makes_legal_are_ignored(both: Pair) -> None:
 
 
 def test_an_address_that_is_none_is_refused(both: Pair) -> None:
-    refused("INVALID_ARGUMENT", "BAD_ADDRESS", both.sender.engine.connect, b"")
-    refused("INVALID_ARGUMENT", "BAD_ADDRESS", both.sender.engine.connect, b"short")
-    refused("INVALID_ARGUMENT", "BAD_ADDRESS", both.sender.engine.connect, b"x" * 200)
+    refused("INVALID_ARGUMENT", "BAD_ADDRESS", both.sender.engine.connect, [b""])
+    refused("INVALID_ARGUMENT", "BAD_ADDRESS", both.sender.engine.connect, [b"short"])
+    refused("INVALID_ARGUMENT", "BAD_ADDRESS", both.sender.engine.connect, [b"x" * 200])
 
 
 def test_shm_within_one_process_is_refused() -> None:
     engine = Engine("shm")
     try:
-        _, address = engine.open_endpoint()
-        refused("INVALID_ARGUMENT", "BAD_ADDRESS", engine.connect, address)
+        _, [address] = engine.open_endpoint()
+        refused("INVALID_ARGUMENT", "BAD_ADDRESS", engine.connect, [address])
     finally:
         engine.close()
 
@@ -188,13 +192,13 @@ def test_nothing_outside_the_regions_can_be_named(both: Pair, changes: dict[str,
 
 
 def test_strides_that_leave_the_remote_region_are_refused(both: Pair) -> None:
-    region, layer, page, key, base, length, *_ = both.stream()
+    region, layer, page, remotes, length, *_ = both.stream()
     # The product of these alone is just below 2^128: their sum must not wrap around to something small.
-    wrapping = (region, 2**64 - 1, 2**64 - 1, key, base, length, 2**64 - 1, 2**64 - 1, [(0, 0, 4096)])
+    wrapping = (region, 2**64 - 1, 2**64 - 1, remotes, length, 2**64 - 1, 2**64 - 1, [(0, 0, 4096)])
     call = _open(both, 701, streams=[wrapping], layers=2**64 - 1, source_pages=[2**32 - 1])
     refused("INVALID_ARGUMENT", "OUT_OF_BOUNDS", both.sender.engine.open_transfer, *call)
     for remote in [(length, 4096), (4096, 2**63), (2**64 - 1, 2**64 - 1)]:
-        stream = (region, layer, page, key, base, length, *remote, [(0, 0, 4096)])
+        stream = (region, layer, page, remotes, length, *remote, [(0, 0, 4096)])
         call = _open(both, 701, streams=[stream], destination_pages=[1])
         refused("INVALID_ARGUMENT", "OUT_OF_BOUNDS", both.sender.engine.open_transfer, *call)
 

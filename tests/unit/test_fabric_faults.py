@@ -197,7 +197,7 @@ def test_a_plan_is_read_from_json() -> None:
     assert parse_faults("") == FaultPlan()
     plan = parse_faults('{"seed": 3, "rules": [{"at": "post", "action": "delay", "ms": 1.5, "transfer": 7}]}')
     assert plan == FaultPlan((FaultRule("post", "delay", transfer=7, ms=1.5),), 3)
-    assert plan.rules[0].native() == (0, 4, 0, 7, 1, 0, 1.0, 1_500_000)
+    assert plan.rules[0].native() == (0, 4, 0, 7, -1, 1, 0, 1.0, 1_500_000)
 
 
 @pytest.mark.parametrize(

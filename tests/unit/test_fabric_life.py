@@ -137,8 +137,8 @@ def test_closing_the_endpoint_is_a_fence(large: Pair) -> None:
     assert (large.receiver.bytes == landed).all()
 
     # The slot is free for another endpoint; whatever was under way for it went with the old one.
-    large.endpoint, address = large.receiver.engine.open_endpoint()
-    large.peer = large.sender.engine.connect(address)
+    large.endpoint, [address] = large.receiver.engine.open_endpoint()
+    large.peer = large.sender.engine.connect([address])
     large.receiver.bytes[:] = 0
     large.receiver.engine.open_inbox(large.endpoint, 1, 1, large.sender.layers)
     transfer = large.open([0], [3], slot=1, generation=1)
@@ -180,7 +180,7 @@ def test_an_inbox_holds_only_the_regions_that_it_names(both: Pair) -> None:
     engine = both.receiver.engine
     engine.open_inbox(both.endpoint, 20, 0, 1, [])
     engine.deregister_region(both.receiver.region)
-    region, _, _ = engine.register_region(both.receiver.memory.fd, both.receiver.memory.length)
+    region, _ = engine.register_region(both.receiver.memory.fd, both.receiver.memory.length)
     engine.open_inbox(both.endpoint, 21, 0, 1, [region])
     with pytest.raises(FabricError):
         engine.deregister_region(region)

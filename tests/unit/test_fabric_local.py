@@ -47,7 +47,7 @@ def both() -> Iterator[Pair]:
 @pytest.fixture
 def sender(both: Pair) -> Iterator[Sender]:
     """By hand, to an endpoint of its own."""
-    both.endpoint, address = both.receiver.engine.open_endpoint()
+    both.endpoint, [address] = both.receiver.engine.open_endpoint()
     with Sender(address) as sender:
         yield sender
 
@@ -226,7 +226,7 @@ def test_a_forgotten_region_can_not_be_named_any_more(both: Pair, sender: Sender
 
 
 def test_an_endpoint_takes_some_connections_and_not_any_number(both: Pair) -> None:
-    _, address = both.receiver.engine.open_endpoint()
+    _, [address] = both.receiver.engine.open_endpoint()
     senders = [Sender(address) for _ in range(9)]
     for sender in senders[:8]:
         sender.hello()
@@ -244,7 +244,7 @@ def test_an_endpoint_takes_some_connections_and_not_any_number(both: Pair) -> No
 def test_what_is_asked_for_by_a_sender_that_has_closed_is_never_counted(length: int) -> None:
     """Its source pages may be somebody else's by then."""
     with pair("local", layers=4, pages=4, page_bytes=MIB) as both:
-        both.endpoint, address = both.receiver.engine.open_endpoint()
+        both.endpoint, [address] = both.receiver.engine.open_endpoint()
         with Sender(address) as sender:
             both.receiver.engine.open_inbox(both.endpoint, 7, 0, 1)
             sender.hello()
@@ -267,7 +267,7 @@ def test_what_is_asked_for_by_a_sender_that_has_closed_is_never_counted(length: 
 def test_a_receiver_that_confirms_what_it_was_not_asked_for_has_failed(
     both: Pair, receiver: Receiver, tail: int
 ) -> None:
-    peer = both.sender.engine.connect(receiver.address)
+    peer = both.sender.engine.connect([receiver.address])
     receiver.accept()
     receiver.ring.set_word(TAIL, tail)
     receiver.socket.send(message(WAKE))
@@ -280,7 +280,7 @@ def test_a_receiver_sees_a_region_before_the_entry_that_names_it_and_loses_it_wi
     both: Pair, receiver: Receiver
 ) -> None:
     engine = both.sender.engine
-    peer = engine.connect(receiver.address)
+    peer = engine.connect([receiver.address])
     receiver.accept()
     engine.open_transfer(5, peer, 3, 0, both.sender.counter, both.sender.layers, [both.stream()], [1], [2])
     engine.submit_chunks([(5, 0, 0, 1, True)])
@@ -305,7 +305,7 @@ def test_a_receiver_sees_a_region_before_the_entry_that_names_it_and_loses_it_wi
 
 def test_a_sender_that_disconnects_closes_the_ring_before_it_says_so(both: Pair, receiver: Receiver) -> None:
     engine = both.sender.engine
-    peer = engine.connect(receiver.address)
+    peer = engine.connect([receiver.address])
     receiver.accept()
     engine.open_transfer(5, peer, 3, 0, both.sender.counter, both.sender.layers, [both.stream()], [1], [2])
     engine.submit_chunks([(5, 0, 0, 1, True)])
@@ -339,13 +339,13 @@ def test_a_receiver_that_stood_still_counts_nothing_of_a_sender_that_has_given_u
 
 
 def test_nobody_at_the_address_is_told_at_once(both: Pair) -> None:
-    _, address = both.receiver.engine.open_endpoint()
+    _, [address] = both.receiver.engine.open_endpoint()
     gone = address[:-1] + (b"0" if address[-1:] != b"0" else b"1")
-    peer = both.sender.engine.connect(gone)
+    peer = both.sender.engine.connect([gone])
     (failed,) = both.sender.wait(PeerFailed)
     assert (failed.peer, failed.reason) == (peer, "PEER_EXITED")
     with pytest.raises(FabricError) as caught:
-        both.sender.engine.connect(address + b"0")
+        both.sender.engine.connect([address + b"0"])
     assert caught.value.reason == "BAD_ADDRESS"
 
 
@@ -359,13 +359,13 @@ def test_one_engine_can_send_to_itself() -> None:
     with pair("local") as both:
         both.sender.fill()
         engine = both.sender.engine
-        region, key, _ = engine.register_region(both.receiver.memory.fd, both.receiver.memory.length)
+        region, [(_, key, base)] = engine.register_region(both.receiver.memory.fd, both.receiver.memory.length)
         assert region != both.sender.region
-        endpoint, address = engine.open_endpoint()
+        endpoint, [address] = engine.open_endpoint()
         engine.open_inbox(endpoint, 1, 0, 4)
-        peer = engine.connect(address)
+        peer = engine.connect([address])
         stream = list(both.stream())
-        stream[3] = key
+        stream[3] = [(0, key, base)]
         engine.open_transfer(1, peer, 1, 0, both.sender.counter, 4, [tuple(stream)], [6], [8])
         engine.submit_chunks([(1, 0, 0, 1, True)])
         both.run_step(0)
@@ -377,7 +377,7 @@ def test_one_engine_can_send_to_itself() -> None:
 def test_what_a_receiver_did_before_it_closed_is_done(both: Pair, receiver: Receiver) -> None:
     """Its last confirmation and its end are seen together."""
     engine = both.sender.engine
-    peer = engine.connect(receiver.address)
+    peer = engine.connect([receiver.address])
     receiver.accept()
     for transfer, page in ((5, 1), (6, 2)):
         engine.open_transfer(transfer, peer, 3, 0, both.sender.counter, 4, [both.stream()], [page], [page])
@@ -412,13 +412,13 @@ def test_connections_and_endpoints_leave_nothing_behind(both: Pair) -> None:
 
 
 def test_local_needs_no_libfabric_and_has_one_name() -> None:
-    engine = Engine("local", "203.0.113.1")  # the node means nothing to it
+    engine = Engine("local", ["203.0.113.1"])  # the node means nothing to it
     try:
-        capabilities = engine.capabilities()
+        capabilities = engine.capabilities()[0]
         assert engine.provider == capabilities["provider"] == "local"
         assert capabilities["wait_fd"] is capabilities["ordered"] is True
         assert capabilities["device_memory"] is False
-        _, address = engine.open_endpoint()
+        _, [address] = engine.open_endpoint()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             probe.connect(b"\0" + address.removeprefix(b"local:"))
     finally:
@@ -435,6 +435,6 @@ def test_memory_that_cannot_be_sealed_is_not_registered(both: Pair) -> None:
     finally:
         os.close(fd)
     fd = memory(4096, SHRINK)
-    region, _, _ = both.sender.engine.register_region(fd, 4096)
+    region, _ = both.sender.engine.register_region(fd, 4096)
     os.close(fd)
     both.sender.engine.deregister_region(region)

@@ -79,7 +79,7 @@ def test_a_killed_receiver_fails_its_transfers_at_once(opened: Open, provider: s
     # The survivor serves the next receiver.
     shape = {"layers": 2, "pages": 32, "page_bytes": LARGE_PAGE}
     successor = make_side(provider, remote=True, **shape)
-    both.sender.region, _, _ = both.sender.engine.register_region(both.sender.memory.fd, both.sender.memory.length)
+    both.sender.region, _ = both.sender.engine.register_region(both.sender.memory.fd, both.sender.memory.length)
     both.receiver.close()
     both.receiver = successor
     both.connect()

@@ -327,8 +327,8 @@ def test_two_senders_to_one_receiver_and_back() -> None:
         third = make_side(ONE)
         try:
             third.fill(2)
-            endpoint, address = both.receiver.engine.open_endpoint()
-            peer = third.engine.connect(address)
+            endpoint, [address] = both.receiver.engine.open_endpoint()
+            peer = third.engine.connect([address])
             both.receiver.engine.open_inbox(endpoint, 77, 0, 4)
             stream = (third.region, *both.stream()[1:])
             third.engine.open_transfer(1, peer, 77, 0, third.counter, 4, [stream], [0], [60])
@@ -347,15 +347,15 @@ def test_two_senders_to_one_receiver_and_back() -> None:
 def test_a_spinning_engine_moves_the_same_bytes() -> None:
     with pair(ONE) as both:
         both.sender.fill()
-        spinning = Engine(ONE, NODE, spin=True)
+        spinning = Engine(ONE, [NODE], spin=True)
         try:
-            region, _, _ = spinning.register_region(both.sender.memory.fd, both.sender.memory.length)
+            region, _ = spinning.register_region(both.sender.memory.fd, both.sender.memory.length)
             counter = spinning.attach_counter(
                 both.sender.layer_counter.memory_fd, both.sender.layer_counter.doorbell_fd
             )
-            endpoint, address = both.receiver.engine.open_endpoint()
+            endpoint, [address] = both.receiver.engine.open_endpoint()
             both.receiver.engine.open_inbox(endpoint, 5, 0, 4)
-            peer = spinning.connect(address)
+            peer = spinning.connect([address])
             spinning.open_transfer(1, peer, 5, 0, counter, 4, [(region, *both.stream()[1:])], [0], [1])
             spinning.submit_chunks([(1, 0, 0, 1, True)])
             both.run_step(0)

@@ -44,7 +44,7 @@ def test_instruction_and_table_agree(data: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = Engine("tcp", "127.0.0.1")
+    engine = Engine("tcp", ["127.0.0.1"])
     yield engine
     engine.close()
 

@@ -40,7 +40,7 @@ async def session(agent, gone, monkeypatch):
 
 
 async def test_ready_brings_the_registered_regions(session):
-    assert [region.key for region in session.regions] == [1]
+    assert [region.length for region in session.regions] == [1]
 
 
 async def test_an_agent_that_never_registers_the_memory(agent, gone):

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "endpoint.hpp"
 #include "provider.hpp"
@@ -74,9 +75,15 @@ class Domain {
     virtual bool may_block() = 0;
 };
 
-// `provider`: "local"; "auto", which is tcp and local at once; or see find_provider. `node`: the local address to bind
-// to; local needs none. `device_memory` prefers a provider that can register memory of GPUs. Throws
-// Error(PROVIDER_UNAVAILABLE).
-std::unique_ptr<Domain> open_domain(const std::string &provider, const std::string &node, bool device_memory);
+// `provider`: "local"; "auto", which is tcp and local at once; or see find_provider. `name`: see there, too; local needs
+// none. `device_memory` prefers a provider that can register memory of GPUs. Throws Error(PROVIDER_UNAVAILABLE).
+std::unique_ptr<Domain> open_domain(const std::string &provider, const std::string &name, bool device_memory);
+
+// The domains of an engine, which are numbered by their places.
+using DomainList = std::vector<std::unique_ptr<Domain>>;
+
+// One for each name, all of one provider. Throws Error(PROVIDER_UNAVAILABLE), and Error(BAD_DOMAINS) for no name, one
+// that is there twice, and domains that can't work together.
+DomainList open_domains(const std::string &provider, const std::vector<std::string> &names, bool device_memory);
 
 }  // namespace baton::fabric

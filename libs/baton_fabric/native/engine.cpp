@@ -27,10 +27,24 @@ struct Engine::Core {
     std::thread thread;
 };
 
+namespace {
+
+Engine::RegisteredRegion registered(const Region &region) {
+    Engine::RegisteredRegion result{region.id, {}};
+    for (const auto &[domain, registration] : region.domains) {
+        result.accesses.push_back({domain, registration->key, registration->base});
+    }
+    return result;
+}
+
+}  // namespace
+
 Engine::Engine(const Options &options) : core_(std::make_shared<Core>(options)) {
-    capabilities_ = core_->progress->domain().capabilities();
+    for (const auto &domain : core_->progress->domains()) {
+        capabilities_.push_back(domain->capabilities());
+    }
     window_ = core_->progress->sender().window();
-    has_wait_fd_ = core_->progress->domain().wait_fd() >= 0;
+    has_wait_fd_ = core_->progress->has_wait_fd();
 
     // Signals are for the threads of the language above.
     sigset_t all;
@@ -104,23 +118,22 @@ int Engine::event_fd() const { return core_->events.fd(); }
 
 std::vector<Event> Engine::events() { return core_->events.take(); }
 
-Engine::RegisteredRegion Engine::register_region(int fd, uint64_t length) {
+Engine::RegisteredRegion Engine::register_region(int fd, uint64_t length, Domains domains) {
     // The descriptor is the caller's again if the call times out, and a stalled thread must not use it then.
     auto own = std::make_shared<UniqueFd>(UniqueFd::duplicate(fd));
     return call(
-        [own, length](Progress &progress) {
-            const Region &region = progress.regions().add(own->get(), length);
-            return RegisteredRegion{region.id, region.registration->key, region.registration->base};
+        [own, length, domains = std::move(domains)](Progress &progress) {
+            return registered(progress.regions().add(own->get(), length, progress.chosen(domains)));
         },
         kRegisterNs);
 }
 
-Engine::RegisteredRegion Engine::register_device_region(DeviceRange range) {
+Engine::RegisteredRegion Engine::register_device_region(DeviceRange range, Domains domains) {
     auto own = std::make_shared<UniqueFd>(range.dmabuf_fd < 0 ? UniqueFd() : UniqueFd::duplicate(range.dmabuf_fd));
     return call(
-        [own, range](Progress &progress) {
-            const Region &region = progress.regions().add({range.address, range.length, range.device, own->get()});
-            return RegisteredRegion{region.id, region.registration->key, region.registration->base};
+        [own, range, domains = std::move(domains)](Progress &progress) {
+            return registered(progress.regions().add({range.address, range.length, range.device, own->get()},
+                                                     progress.chosen(domains)));
         },
         kRegisterNs);
 }
@@ -145,8 +158,10 @@ void Engine::detach_counter(uint64_t counter) {
     call([counter](Progress &progress) { progress.detach_counter(counter); });
 }
 
-std::pair<uint64_t, std::string> Engine::open_endpoint() {
-    return call([](Progress &progress) { return progress.open_endpoint(); });
+std::pair<uint64_t, std::vector<std::string>> Engine::open_endpoint(Domains domains) {
+    return call([domains = std::move(domains)](Progress &progress) {
+        return progress.open_endpoint(progress.chosen(domains));
+    });
 }
 
 std::vector<std::pair<uint32_t, uint32_t>> Engine::close_endpoint(uint64_t endpoint) {
@@ -164,8 +179,10 @@ bool Engine::close_inbox(uint64_t slot, uint64_t generation) {
     return call([slot, generation](Progress &progress) { return progress.close_inbox(slot, generation); });
 }
 
-uint64_t Engine::connect(std::string address) {
-    return call([address = std::move(address)](Progress &progress) { return progress.connect(address); });
+uint64_t Engine::connect(std::vector<std::string> addresses, Domains domains) {
+    return call([addresses = std::move(addresses), domains = std::move(domains)](Progress &progress) mutable {
+        return progress.connect(std::move(addresses), progress.chosen(domains));
+    });
 }
 
 void Engine::disconnect(uint64_t peer) {

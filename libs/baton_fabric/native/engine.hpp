@@ -21,11 +21,18 @@ class Engine {
     Engine(const Engine &) = delete;
     Engine &operator=(const Engine &) = delete;
 
-    struct RegisteredRegion {
-        uint64_t region;
+    // How a region is addressed in one domain.
+    struct Access {
+        uint32_t domain;
         uint64_t key;
         uint64_t base;
     };
+    struct RegisteredRegion {
+        uint64_t region;
+        std::vector<Access> accesses;
+    };
+    // Numbers of domains; none given: all.
+    using Domains = std::optional<std::vector<uint32_t>>;
     // A stream as the caller knows it: its region by number.
     struct StreamRequest {
         uint64_t region;
@@ -33,7 +40,8 @@ class Engine {
     };
     using Chunks = std::vector<std::pair<uint64_t, Chunk>>;
 
-    const Capabilities &capabilities() const { return capabilities_; }
+    // Of each domain.
+    const std::vector<Capabilities> &capabilities() const { return capabilities_; }
     uint32_t window() const { return window_; }
     bool has_wait_fd() const { return has_wait_fd_; }
     const Metrics &metrics() const;
@@ -41,18 +49,18 @@ class Engine {
     std::vector<Event> events();
     void close();
 
-    RegisteredRegion register_region(int fd, uint64_t length);
-    RegisteredRegion register_device_region(DeviceRange range);
+    RegisteredRegion register_region(int fd, uint64_t length, Domains domains);
+    RegisteredRegion register_device_region(DeviceRange range, Domains domains);
     void deregister_region(uint64_t region);
     bool region_retired(uint64_t region);
     uint64_t attach_counter(int memory_fd, int doorbell_fd, bool rung);
     void detach_counter(uint64_t counter);
-    std::pair<uint64_t, std::string> open_endpoint();
+    std::pair<uint64_t, std::vector<std::string>> open_endpoint(Domains domains);
     std::vector<std::pair<uint32_t, uint32_t>> close_endpoint(uint64_t endpoint);
     void open_inbox(uint64_t endpoint, uint64_t slot, uint64_t generation, uint64_t expected,
                     std::optional<std::vector<uint64_t>> regions);
     bool close_inbox(uint64_t slot, uint64_t generation);
-    uint64_t connect(std::string address);
+    uint64_t connect(std::vector<std::string> addresses, Domains domains);
     void disconnect(uint64_t peer);
     void open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan, std::vector<StreamRequest> streams);
     void submit_chunks(Chunks chunks);
@@ -72,7 +80,7 @@ class Engine {
     static constexpr uint64_t kRegisterNs = 120'000'000'000;
 
     std::shared_ptr<Core> core_;
-    Capabilities capabilities_;
+    std::vector<Capabilities> capabilities_;
     uint32_t window_ = 0;
     bool has_wait_fd_ = false;
 };

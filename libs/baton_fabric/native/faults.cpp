@@ -1,5 +1,6 @@
 #include "faults.hpp"
 
+#include "peer.hpp"
 #include "transfer.hpp"
 
 #include <rdma/fi_errno.h>
@@ -21,11 +22,11 @@ Faults::Faults(std::vector<FaultRule> rules, uint64_t seed, Metrics &metrics) : 
     }
 }
 
-const FaultRule *Faults::choose(FaultRule::At at, uint64_t peer, uint64_t transfer) {
+const FaultRule *Faults::choose(FaultRule::At at, uint64_t peer, uint64_t transfer, uint32_t domain) {
     for (auto &rule : rules_) {
         const FaultRule &what = rule.what;
         if (what.at != at || (what.peer != 0 && what.peer != peer) ||
-            (what.transfer != 0 && what.transfer != transfer)) {
+            (what.transfer != 0 && what.transfer != transfer) || (what.domain >= 0 && what.domain != domain)) {
             continue;
         }
         if (++rule.seen < what.nth || (what.times != 0 && rule.applied >= what.times)) {
@@ -45,9 +46,9 @@ void Faults::put_off(uint64_t due_ns, WriteContext *context, uint32_t immediate,
     waiting_.push_back({due_ns, context, immediate, failed});
 }
 
-ssize_t Faults::post(WriteContext &context, uint64_t peer, uint64_t transfer, uint64_t now,
+ssize_t Faults::post(WriteContext &context, const Lane &lane, uint64_t transfer, uint64_t now,
                      const std::function<ssize_t()> &provider) {
-    if (const auto delayed = delayed_.find(peer); delayed != delayed_.end()) {
+    if (const auto delayed = delayed_.find(&lane); delayed != delayed_.end()) {
         if (now < delayed->second) {
             return -FI_EAGAIN;
         }
@@ -57,7 +58,7 @@ ssize_t Faults::post(WriteContext &context, uint64_t peer, uint64_t transfer, ui
         }
         return result;
     }
-    const FaultRule *rule = choose(FaultRule::At::kPost, peer, transfer);
+    const FaultRule *rule = choose(FaultRule::At::kPost, lane.peer().id(), transfer, lane.domain());
     if (rule == nullptr) {
         return provider();
     }
@@ -70,10 +71,10 @@ ssize_t Faults::post(WriteContext &context, uint64_t peer, uint64_t transfer, ui
             put_off(now, &context, 0, true);
             return 0;
         case FaultRule::Action::kDelay:
-            delayed_[peer] = now + rule->amount;
+            delayed_[&lane] = now + rule->amount;
             return -FI_EAGAIN;
         case FaultRule::Action::kHold:
-            delayed_[peer] = kNever;
+            delayed_[&lane] = kNever;
             return -FI_EAGAIN;
         case FaultRule::Action::kDrop:
             break;
@@ -82,7 +83,9 @@ ssize_t Faults::post(WriteContext &context, uint64_t peer, uint64_t transfer, ui
 }
 
 bool Faults::completed(WriteContext &context, uint64_t now) {
-    const FaultRule *rule = choose(FaultRule::At::kCompletion, context.peer->id(), context.transfer->id());
+    const Lane &lane = *context.lane;
+    const FaultRule *rule =
+        choose(FaultRule::At::kCompletion, lane.peer().id(), context.strand->transfer().id(), lane.domain());
     if (rule == nullptr) {
         return false;
     }
@@ -94,8 +97,8 @@ bool Faults::completed(WriteContext &context, uint64_t now) {
     return true;
 }
 
-bool Faults::arrived(uint32_t immediate, uint64_t now) {
-    const FaultRule *rule = choose(FaultRule::At::kArrival, 0, 0);
+bool Faults::arrived(uint32_t domain, uint32_t immediate, uint64_t now) {
+    const FaultRule *rule = choose(FaultRule::At::kArrival, 0, 0, domain);
     if (rule == nullptr) {
         return false;
     }
@@ -136,16 +139,16 @@ void Faults::release() {
     for (auto &each : waiting_) {
         each.due_ns = 0;
     }
-    for (auto &[peer, until] : delayed_) {
+    for (auto &[lane, until] : delayed_) {
         until = 0;
     }
 }
 
-void Faults::forget(const Peer &peer) {
-    std::erase_if(waiting_, [&peer](const Waiting &each) {
-        return each.context != nullptr && each.context->peer == &peer;
+void Faults::forget(const Lane &lane) {
+    std::erase_if(waiting_, [&lane](const Waiting &each) {
+        return each.context != nullptr && each.context->lane == &lane;
     });
-    delayed_.erase(peer.id());
+    delayed_.erase(&lane);
 }
 
 }  // namespace baton::fabric

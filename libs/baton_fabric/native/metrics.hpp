@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace baton::fabric {
 
@@ -48,11 +49,19 @@ class Counter64 {
     X(writes_in_flight)         \
     X(bytes_in_flight)
 
+// Of one domain.
+struct DomainMetrics {
+    Counter64 bytes;
+    Counter64 writes;
+    Counter64 immediates;
+};
+
 // The meaning of each is told in _native.pyi.
 struct Metrics {
 #define BATON_DECLARE(name) Counter64 name;
     BATON_FABRIC_METRICS(BATON_DECLARE)
 #undef BATON_DECLARE
+    std::vector<DomainMetrics> domains;
     // When the thread went to work, 0 while it waits.
     std::atomic<uint64_t> busy_since_ns{0};
 

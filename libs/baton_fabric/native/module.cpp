@@ -14,6 +14,7 @@
 #include "checksum.hpp"
 #include "engine.hpp"
 #include "error.hpp"
+#include "spread.hpp"
 
 namespace nb = nanobind;
 using namespace baton::fabric;
@@ -21,34 +22,38 @@ using namespace baton::fabric;
 namespace {
 
 using ExtentTuple = std::tuple<uint64_t, uint64_t, uint64_t>;
-using PlainStream = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
+// endpoint, key, base
+using AccessTuple = std::tuple<uint32_t, uint64_t, uint64_t>;
+using PlainStream = std::tuple<uint64_t, uint64_t, uint64_t, std::vector<AccessTuple>, uint64_t, uint64_t, uint64_t,
                                std::vector<ExtentTuple>>;
 // first_layer, layers, source_parts, source_part_stride, remote_parts, remote_part_stride
 using PlacementTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
-using PlacedStream = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t,
+using PlacedStream = std::tuple<uint64_t, uint64_t, uint64_t, std::vector<AccessTuple>, uint64_t, uint64_t, uint64_t,
                                 std::vector<ExtentTuple>, std::optional<PlacementTuple>>;
 using StreamTuple = std::variant<PlainStream, PlacedStream>;
 using ChunkTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, bool>;
-// at, action, peer, transfer, nth, times, probability, amount
-using FaultTuple = std::tuple<int, int, uint64_t, uint64_t, uint64_t, uint64_t, double, uint64_t>;
+// at, action, peer, transfer, domain, nth, times, probability, amount
+using FaultTuple = std::tuple<int, int, uint64_t, uint64_t, int64_t, uint64_t, uint64_t, double, uint64_t>;
 using NoGil = nb::call_guard<nb::gil_scoped_release>;
 
 // Without a placement: all layers, and pages of one size.
 Engine::StreamRequest to_stream(const PlainStream &tuple, const std::optional<PlacementTuple> &placement,
                                 uint64_t all_layers) {
-    const auto &[region, source_layer, source_page, key, base, length, remote_layer, remote_page, extents] = tuple;
+    const auto &[region, source_layer, source_page, remotes, length, remote_layer, remote_page, extents] = tuple;
     const auto [first_layer, layers, source_parts, source_part, remote_parts, remote_part] =
         placement.value_or(PlacementTuple{0, all_layers, 1, 0, 1, 0});
     Engine::StreamRequest request{region,
                                   {nullptr,
                                    {source_layer, source_page, source_parts, source_part},
-                                   key,
-                                   base,
+                                   {},
                                    length,
                                    {remote_layer, remote_page, remote_parts, remote_part},
                                    first_layer,
                                    layers,
                                    {}}};
+    for (const auto &[endpoint, key, base] : remotes) {
+        request.stream.remotes.push_back({endpoint, key, base});
+    }
     request.stream.extents.reserve(extents.size());
     for (const auto &[source, destination, size] : extents) {
         request.stream.extents.push_back({source, destination, size});
@@ -60,9 +65,9 @@ Engine::StreamRequest to_stream(const StreamTuple &tuple, uint64_t layers) {
     if (const auto *plain = std::get_if<PlainStream>(&tuple)) {
         return to_stream(*plain, std::nullopt, layers);
     }
-    const auto &[region, source_layer, source_page, key, base, length, remote_layer, remote_page, extents, placement] =
+    const auto &[region, source_layer, source_page, remotes, length, remote_layer, remote_page, extents, placement] =
         std::get<PlacedStream>(tuple);
-    return to_stream({region, source_layer, source_page, key, base, length, remote_layer, remote_page, extents},
+    return to_stream({region, source_layer, source_page, remotes, length, remote_layer, remote_page, extents},
                      placement, layers);
 }
 
@@ -94,9 +99,9 @@ void submit_chunks(Engine &engine, const std::vector<ChunkTuple> &tuples) {
 void set_faults(Engine &engine, const std::vector<FaultTuple> &tuples, uint64_t seed) {
     std::vector<FaultRule> rules;
     rules.reserve(tuples.size());
-    for (const auto &[at, action, peer, transfer, nth, times, probability, amount] : tuples) {
-        rules.push_back({static_cast<FaultRule::At>(at), static_cast<FaultRule::Action>(action), peer, transfer, nth,
-                         times, probability, amount});
+    for (const auto &[at, action, peer, transfer, domain, nth, times, probability, amount] : tuples) {
+        rules.push_back({static_cast<FaultRule::At>(at), static_cast<FaultRule::Action>(action), peer, transfer, domain,
+                         nth, times, probability, amount});
     }
     engine.set_faults(std::move(rules), seed);
 }
@@ -111,12 +116,12 @@ uint64_t checksum(Engine &engine, uint64_t region, const Runs &runs, uint64_t un
     return engine.checksum(region, rows, count, unit, salt);
 }
 
-nb::dict capabilities(const Engine &engine) {
-    const auto &caps = engine.capabilities();
+nb::dict capabilities(const Engine &engine, const Capabilities &caps) {
     nb::dict result;
     result["provider"] = caps.provider;
     result["fabric"] = caps.fabric;
     result["domain"] = caps.domain;
+    result["address"] = caps.address;
     result["cq_data_size"] = caps.cq_data_size;
     result["mr_mode"] = caps.mr_mode;
     result["mr_key_size"] = caps.mr_key_size;
@@ -136,6 +141,48 @@ nb::dict capabilities(const Engine &engine) {
 #else
     result["dmabuf"] = false;
 #endif
+    return result;
+}
+
+nb::list all_capabilities(const Engine &engine) {
+    nb::list result;
+    for (const auto &caps : engine.capabilities()) {
+        result.append(capabilities(engine, caps));
+    }
+    return result;
+}
+
+nb::list domain_metrics(const Engine &engine) {
+    nb::list result;
+    for (const auto &domain : engine.metrics().domains) {
+        nb::dict values;
+        values["bytes"] = domain.bytes.get();
+        values["writes"] = domain.writes.get();
+        values["immediates"] = domain.immediates.get();
+        result.append(values);
+    }
+    return result;
+}
+
+nb::tuple registered(const Engine::RegisteredRegion &region) {
+    nb::list accesses;
+    for (const auto &[domain, key, base] : region.accesses) {
+        accesses.append(nb::make_tuple(domain, key, base));
+    }
+    return nb::make_tuple(region.region, accesses);
+}
+
+// Which meetings of two groups of domains have which extents of a batch: (source, destination, first, end).
+std::vector<std::tuple<uint32_t, uint32_t, uint64_t, uint64_t>> spread(uint32_t sources, uint32_t destinations,
+                                                                       uint64_t extents, uint64_t quantum,
+                                                                       uint64_t batch, uint64_t salt) {
+    std::vector<std::tuple<uint32_t, uint32_t, uint64_t, uint64_t>> result;
+    const Phase phase = phase_of(batch, salt);
+    for (const auto &meeting : meet(sources, destinations)) {
+        result.emplace_back(meeting.source, meeting.destination,
+                            cut(extents, quantum, meeting.from, meeting.whole, phase),
+                            cut(extents, quantum, meeting.to, meeting.whole, phase));
+    }
     return result;
 }
 
@@ -216,66 +263,81 @@ NB_MODULE(_native, m) {
             return by_table ? crc32c_by_table(data.data(), data.size()) : crc32c(data.data(), data.size());
         },
         nb::arg("data"), nb::arg("by_table") = false);
+    m.def("spread", &spread, nb::arg("sources"), nb::arg("destinations"), nb::arg("extents"), nb::arg("quantum"),
+          nb::arg("batch"), nb::arg("salt"));
     bind_events(m);
 
     nb::class_<Engine>(m, "Engine")
         .def(
             "__init__",
-            [](Engine *self, std::string provider, std::string node, bool spin, uint64_t post_timeout_ms,
+            [](Engine *self, std::string provider, std::vector<std::string> names, bool spin, uint64_t post_timeout_ms,
                bool device_memory) {
                 const nb::gil_scoped_release release;
                 new (self)
-                    Engine({std::move(provider), std::move(node), spin, post_timeout_ms * 1'000'000, device_memory});
+                    Engine({std::move(provider), std::move(names), spin, post_timeout_ms * 1'000'000, device_memory});
             },
-            nb::arg("provider") = "auto", nb::arg("node") = "127.0.0.1", nb::arg("spin") = false,
+            nb::arg("provider") = "auto", nb::arg("domains") = std::vector<std::string>{"127.0.0.1"}, nb::arg("spin") = false,
             nb::arg("post_timeout_ms") = 5000, nb::arg("device_memory") = false)
-        .def_prop_ro("provider", [](const Engine &engine) { return engine.capabilities().provider; })
-        .def("capabilities", &capabilities)
+        .def_prop_ro("provider", [](const Engine &engine) { return engine.capabilities().front().provider; })
+        .def("capabilities", &all_capabilities)
         .def_prop_ro("event_fd", &Engine::event_fd)
         .def("events", &Engine::events)
         .def("close", &Engine::close, NoGil())
         .def("metrics", &metrics)
+        .def("domain_metrics", &domain_metrics)
         .def(
             "register_region",
-            [](Engine &engine, int fd, uint64_t length) {
-                const nb::gil_scoped_release release;
-                const auto region = engine.register_region(fd, length);
-                return std::make_tuple(region.region, region.key, region.base);
+            [](Engine &engine, int fd, uint64_t length, Engine::Domains domains) {
+                return registered([&] {
+                    const nb::gil_scoped_release release;
+                    return engine.register_region(fd, length, std::move(domains));
+                }());
             },
-            nb::arg("fd"), nb::arg("length"))
+            nb::arg("fd"), nb::arg("length"), nb::arg("domains") = nb::none())
         .def(
             "register_device_region",
-            [](Engine &engine, uint64_t address, uint64_t length, int device, int dmabuf_fd) {
-                const nb::gil_scoped_release release;
-                const auto region = engine.register_device_region({address, length, device, dmabuf_fd});
-                return std::make_tuple(region.region, region.key, region.base);
+            [](Engine &engine, uint64_t address, uint64_t length, int device, int dmabuf_fd, Engine::Domains domains) {
+                return registered([&] {
+                    const nb::gil_scoped_release release;
+                    return engine.register_device_region({address, length, device, dmabuf_fd}, std::move(domains));
+                }());
             },
-            nb::arg("address"), nb::arg("length"), nb::arg("device"), nb::arg("dmabuf_fd") = -1)
+            nb::arg("address"), nb::arg("length"), nb::arg("device"), nb::arg("dmabuf_fd") = -1,
+            nb::arg("domains") = nb::none())
         .def("deregister_region", &Engine::deregister_region, nb::arg("region"), NoGil())
         .def("region_retired", &Engine::region_retired, nb::arg("region"), NoGil())
         .def("attach_counter", &Engine::attach_counter, nb::arg("memory_fd"), nb::arg("doorbell_fd"),
              nb::arg("rung") = true, NoGil())
         .def("detach_counter", &Engine::detach_counter, nb::arg("counter"), NoGil())
-        .def("open_endpoint",
-             [](Engine &engine) {
-                 const auto [endpoint, address] = [&engine] {
-                     const nb::gil_scoped_release release;
-                     return engine.open_endpoint();
-                 }();
-                 return nb::make_tuple(endpoint, nb::bytes(address.data(), address.size()));
-             })
+        .def(
+            "open_endpoint",
+            [](Engine &engine, Engine::Domains domains) {
+                const auto [endpoint, addresses] = [&] {
+                    const nb::gil_scoped_release release;
+                    return engine.open_endpoint(std::move(domains));
+                }();
+                nb::list list;
+                for (const auto &address : addresses) {
+                    list.append(nb::bytes(address.data(), address.size()));
+                }
+                return nb::make_tuple(endpoint, list);
+            },
+            nb::arg("domains") = nb::none())
         .def("close_endpoint", &Engine::close_endpoint, nb::arg("endpoint"), NoGil())
         .def("open_inbox", &Engine::open_inbox, nb::arg("endpoint"), nb::arg("slot"), nb::arg("generation"),
              nb::arg("expected"), nb::arg("regions") = nb::none(), NoGil())
         .def("close_inbox", &Engine::close_inbox, nb::arg("slot"), nb::arg("generation"), NoGil())
         .def(
             "connect",
-            [](Engine &engine, const nb::bytes &address) {
-                std::string copy(static_cast<const char *>(address.data()), address.size());
+            [](Engine &engine, const std::vector<nb::bytes> &addresses, Engine::Domains domains) {
+                std::vector<std::string> copies;
+                for (const auto &address : addresses) {
+                    copies.emplace_back(static_cast<const char *>(address.data()), address.size());
+                }
                 const nb::gil_scoped_release release;
-                return engine.connect(std::move(copy));
+                return engine.connect(std::move(copies), std::move(domains));
             },
-            nb::arg("address"))
+            nb::arg("addresses"), nb::arg("domains") = nb::none())
         .def("disconnect", &Engine::disconnect, nb::arg("peer"), NoGil())
         .def("open_transfer", &open_transfer, nb::arg("transfer"), nb::arg("peer"), nb::arg("slot"),
              nb::arg("generation"), nb::arg("counter"), nb::arg("layers"), nb::arg("streams"), nb::arg("source_pages"),

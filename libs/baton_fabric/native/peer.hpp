@@ -2,100 +2,38 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include <rdma/fabric.h>
-
-#include "domain.hpp"
-#include "metrics.hpp"
-#include "resources.hpp"
-#include "transfer.hpp"
+#include "lane.hpp"
 
 namespace baton::fabric {
 
-class Faults;
-
-// What the provider keeps of a write until it completes.
-struct WriteContext {
-    fi_context2 reserved;  // the provider's own
-    Peer *peer = nullptr;
-    Transfer *transfer = nullptr;  // null while not in flight
-    uint64_t sequence = 0;
-    uint64_t posted_ns = 0;
-    uint64_t length = 0;
-    bool delivery = false;
-    WriteContext *next_free = nullptr;
-};
-
-// As many contexts as a peer may have writes in flight. Outlives its peer: completions that were under way when the
-// endpoint was closed still name it.
-using ContextBlock = std::unique_ptr<WriteContext[]>;
-
-// One receiver and the endpoint of its own over which we write to it: its window, its order of transfers, and what is
-// proven delivered.
+// One receiver, by the addresses of the endpoints that it opened for us, and the lanes to them. It fails as a whole.
 class Peer {
   public:
-    enum class Post { kPosted, kNoRoom, kRefused, kFailed };
-
-    Peer(uint64_t id, Domain &domain, const std::string &address, ContextBlock contexts, uint32_t window,
-         Metrics &metrics);
+    Peer(uint64_t id, std::vector<std::string> addresses) : id_(id), addresses_(std::move(addresses)) {}
 
     uint64_t id() const { return id_; }
-    bool failed() const { return !endpoint_; }
-    // See SendingEndpoint.
-    int process_fd() const { return endpoint_->process_fd(); }
+    bool failed() const { return failed_; }
+    const std::vector<std::string> &addresses() const { return addresses_; }
 
-    // Transfers with a batch to send, in turn.
-    void push_ready(Transfer &transfer, uint64_t now);
-    Transfer *front() const { return first_; }
-    void rotate();
-    void remove_ready(Transfer &transfer);
+    const std::vector<std::unique_ptr<Lane>> &lanes() const { return lanes_; }
+    // Null if there is none yet.
+    Lane *find(uint32_t domain, uint32_t endpoint) const;
+    Lane &add(std::unique_ptr<Lane> lane);
+    // How many of its lanes begin at this domain of ours: together they have one peer's turn there.
+    uint32_t lanes_of(uint32_t domain) const;
 
-    // Posts the next write of a transfer. kFailed: `error` has the provider's words.
-    // `faults`: null unless the provider is to look worse than it is.
-    Post post(Transfer &transfer, uint64_t now, std::string &error, Faults *faults);
-    // A completion that was not an error; the context is free afterwards.
-    void complete(WriteContext &context, uint64_t now);
-
-    uint32_t in_flight() const { return in_flight_; }
-    bool has_room() const { return free_ != nullptr; }
-    bool busy() const { return in_flight_ != 0 || first_ != nullptr; }
-    // May posting be tried: something to send, room, and not refused just now.
-    bool may_post(uint64_t now) const { return first_ != nullptr && free_ != nullptr && now >= retry_ns_; }
-    // When to try again what was refused; nothing if completions will tell.
-    std::optional<uint64_t> retry_ns() const;
-
-    // No write of the transfer can still touch remote memory.
-    bool delivered(const Transfer &transfer) const;
-    // It took writes before, has none in flight, and refuses the next: the connection is gone and must be made again.
-    bool cut_off() const { return posted_sequence_ != 0 && in_flight_ == 0 && retry_ns_ != 0; }
-    uint64_t last_progress_ns() const { return last_progress_ns_; }
-    void forgive(uint64_t now) { last_progress_ns_ = now; }
-    // When the oldest write in flight was posted; the maximum if there is none.
-    uint64_t oldest_post_ns() const;
-
-    // Closes the endpoint: local memory is not read any more. The contexts still belong to the provider until the
-    // completion queue has been found empty.
-    ContextBlock close();
+    // Closes every lane: local memory is not read any more. By domain, the contexts: see Lane::close.
+    std::vector<std::pair<uint32_t, ContextBlock>> fail();
 
   private:
     uint64_t id_;
-    Metrics &metrics_;
-    bool ordered_;
-    std::unique_ptr<SendingEndpoint> endpoint_;
-    uint32_t window_;
-    ContextBlock contexts_;
-    WriteContext *free_ = nullptr;
-    Transfer *first_ = nullptr;
-    Transfer *last_ = nullptr;
-    uint32_t in_flight_ = 0;
-    uint64_t posted_sequence_ = 0;
-    uint64_t delivered_sequence_ = 0;
-    uint64_t last_progress_ns_ = 0;
-    uint64_t retry_ns_ = 0;
-    uint64_t retry_delay_ns_ = 0;
+    std::vector<std::string> addresses_;
+    std::vector<std::unique_ptr<Lane>> lanes_;
+    bool failed_ = false;
 };
 
 }  // namespace baton::fabric

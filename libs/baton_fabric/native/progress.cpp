@@ -3,6 +3,8 @@
 #include "error.hpp"
 
 #include <algorithm>
+#include <exception>
+#include <numeric>
 #include <set>
 
 namespace baton::fabric {
@@ -27,31 +29,64 @@ Progress::Progress(const Options &options, CommandQueue &commands, EventQueue &e
       commands_(commands),
       events_(events),
       metrics_(metrics),
-      domain_(open_domain(options.provider, options.node, options.device_memory)),
-      regions_(*domain_, metrics),
+      domains_(open_domains(options.provider, options.names, options.device_memory)),
+      regions_(domains_, metrics),
       counters_(metrics),
       inboxes_(regions_, events, metrics),
-      sender_(*domain_, events, metrics, options.post_timeout_ns),
+      sender_(domains_, events, metrics, options.post_timeout_ns),
       poll_interval_ns_(kShortestPollNs) {
-    try {
-        domain_->open_endpoint();  // shows now, and not at the first transfer, whether the node is ours
-    } catch (const Error &error) {
-        throw Error("no endpoint can be opened on node \"" + options.node + "\": " + error.what(), "UNAVAILABLE",
-                    "PROVIDER_UNAVAILABLE", {{"provider", domain_->capabilities().provider}, {"node", options.node}});
-    }
+    metrics_.domains = std::vector<DomainMetrics>(domains_.size());
     waiter_.add(commands.fd(), Waiter::Source::kCommands, 0, true);
-    if (domain_->wait_fd() >= 0) {
-        waiter_.add(domain_->wait_fd(), Waiter::Source::kQueue, 0, false);
+    for (size_t number = 0; number < domains_.size(); ++number) {
+        Domain &domain = *domains_[number];
+        const auto &name = options.names[number];
+        try {
+            domain.open_endpoint();  // shows now, and not at the first transfer, whether the node is ours
+        } catch (const Error &error) {
+            throw Error("no endpoint can be opened on node \"" + name + "\": " + error.what(), "UNAVAILABLE",
+                        "PROVIDER_UNAVAILABLE", {{"provider", domain.capabilities().provider}, {"node", name}});
+        }
+        if (domain.wait_fd() >= 0) {
+            waiter_.add(domain.wait_fd(), Waiter::Source::kQueue, number, false);
+        }
     }
+    sender_.set_on_lane([this](const Lane &lane) {
+        if (lane.process_fd() >= 0) {
+            waiter_.add(lane.process_fd(), Waiter::Source::kProcess, lane.peer().id(), true);
+        }
+    });
 }
 
-std::pair<uint64_t, std::string> Progress::open_endpoint() {
-    auto endpoint = domain_->open_endpoint();
-    const std::string address = endpoint->address();
+bool Progress::has_wait_fd() const {
+    return std::all_of(domains_.begin(), domains_.end(), [](const auto &domain) { return domain->wait_fd() >= 0; });
+}
+
+std::vector<uint32_t> Progress::chosen(const std::optional<std::vector<uint32_t>> &domains) const {
+    std::vector<uint32_t> numbers(domains_.size());
+    std::iota(numbers.begin(), numbers.end(), 0U);
+    if (!domains) {
+        return numbers;
+    }
+    std::set<uint32_t> different(domains->begin(), domains->end());
+    if (domains->empty() || different.size() != domains->size() || *different.rbegin() >= domains_.size()) {
+        throw invalid("BAD_ARGUMENT",
+                      "domains must be different ones of the " + std::to_string(domains_.size()) +
+                          " that there are, and at least one",
+                      {{"domains", std::to_string(domains_.size())}});
+    }
+    return {different.begin(), different.end()};
+}
+
+std::pair<uint64_t, std::vector<std::string>> Progress::open_endpoint(const std::vector<uint32_t> &domains) {
+    Endpoints opened;
+    std::vector<std::string> addresses;
+    for (const auto number : domains) {
+        addresses.push_back(opened.emplace_back(domains_[number]->open_endpoint())->address());
+    }
     const uint64_t id = next_endpoint_++;
-    endpoints_.emplace(id, std::move(endpoint));
-    metrics_.endpoints.add();
-    return {id, address};
+    metrics_.endpoints.add(opened.size());
+    endpoints_.emplace(id, std::move(opened));
+    return {id, addresses};
 }
 
 std::vector<std::pair<uint32_t, uint32_t>> Progress::close_endpoint(uint64_t id) {
@@ -62,13 +97,28 @@ std::vector<std::pair<uint32_t, uint32_t>> Progress::close_endpoint(uint64_t id)
     // What has arrived already still counts.
     for (int polls = 0; polls < kLastPolls && poll(now_ns()) != 0; ++polls) {
     }
-    while (found->second->refuse()) {
-        poll(now_ns());
+    // One after the other, and none is left out because another can't be closed: what is closed is closed for good, and
+    // the next attempt has only the rest to do.
+    auto &endpoints = found->second;
+    std::exception_ptr refused;
+    for (auto &endpoint : endpoints) {
+        try {
+            while (endpoint->refuse()) {
+                poll(now_ns());
+            }
+            endpoint->close();
+            poll(now_ns());
+            endpoint.reset();
+            metrics_.endpoints.subtract();
+        } catch (const Error &) {
+            refused = std::current_exception();
+        }
     }
-    found->second->close();
-    poll(now_ns());
+    std::erase(endpoints, nullptr);
+    if (refused) {
+        std::rethrow_exception(refused);
+    }
     endpoints_.erase(found);
-    metrics_.endpoints.subtract();
     auto dropped = inboxes_.close_all(id);
     regions_.endpoint_closed(id);
     return dropped;
@@ -112,12 +162,8 @@ void Progress::detach_counter(uint64_t id) {
     counters_.remove(id);
 }
 
-uint64_t Progress::connect(const std::string &address) {
-    Peer &peer = sender_.connect(address);
-    if (peer.process_fd() >= 0) {
-        waiter_.add(peer.process_fd(), Waiter::Source::kProcess, peer.id(), true);
-    }
-    return peer.id();
+uint64_t Progress::connect(std::vector<std::string> addresses, const std::vector<uint32_t> &domains) {
+    return sender_.connect(std::move(addresses), domains).id();
 }
 
 void Progress::open_transfer(uint64_t peer, uint64_t counter, TransferPlan plan) {
@@ -210,23 +256,36 @@ void Progress::turn() {
 size_t Progress::poll(uint64_t now) {
     // A command of this turn may have polled since the turn began; what comes later has no earlier time.
     poll_ns_ = std::max(poll_ns_, now);
-    const size_t count = domain_->poll(*this);
-    if (count == 0) {
-        sender_.queue_empty();
+    size_t total = 0;
+    for (polled_ = 0; polled_ < domains_.size(); ++polled_) {
+        const size_t count = domains_[polled_]->poll(*this);
+        if (count == 0) {
+            sender_.queue_empty(polled_);
+        }
+        total += count;
     }
-    return count;
+    return total;
+}
+
+bool Progress::may_block() {
+    bool idle = true;
+    for (const auto &domain : domains_) {
+        idle &= domain->wait_fd() < 0 || domain->may_block();
+    }
+    return idle;
 }
 
 void Progress::written(void *context) {
     auto &write = *static_cast<WriteContext *>(context);
     // Without a transfer it is of a peer that was closed meanwhile.
-    if (!faults_ || write.transfer == nullptr || !faults_->completed(write, poll_ns_)) {
+    if (!faults_ || write.strand == nullptr || !faults_->completed(write, poll_ns_)) {
         sender_.completed(write, poll_ns_);
     }
 }
 
 void Progress::arrived(uint32_t immediate) {
-    if (!faults_ || !faults_->arrived(immediate, poll_ns_)) {
+    metrics_.domains[polled_].immediates.add();
+    if (!faults_ || !faults_->arrived(polled_, immediate, poll_ns_)) {
         inboxes_.arrived(immediate, poll_ns_);
     }
     linger_until_ns_ = std::max(linger_until_ns_, poll_ns_ + kArrivalLingerNs);
@@ -245,7 +304,7 @@ void Progress::lost(uint64_t peer, const std::string &detail) { sender_.peer_los
 uint64_t Progress::wake_time(uint64_t now) {
     uint64_t wake = faults_ ? std::min(sender_.next_time_ns(), faults_->next_ns()) : sender_.next_time_ns();
     const bool open = inboxes_.active() != 0 || sender_.writes_in_flight() || now < linger_until_ns_;
-    if (domain_->wait_fd() < 0 && open) {
+    if (open && !has_wait_fd()) {
         wake = std::min(wake, now + poll_interval_ns_);
         const bool quiet = now - last_active_ns_ > kQuietAfterNs;
         poll_interval_ns_ = std::min(2 * poll_interval_ns_, quiet ? kQuietPollNs : kLongPollNs);
@@ -254,7 +313,7 @@ uint64_t Progress::wake_time(uint64_t now) {
 }
 
 void Progress::wait(uint64_t now) {
-    if (domain_->wait_fd() >= 0 && !domain_->may_block()) {
+    if (!may_block()) {
         return;
     }
     const uint64_t wake = wake_time(now);

@@ -7,6 +7,9 @@
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -28,6 +31,18 @@ uint32_t interface_version([[maybe_unused]] bool device_memory) {
     return FI_VERSION(1, 11);
 }
 
+// What a domain is bound to: a local address, a device, or what the provider likes best.
+struct Where {
+    std::string node;
+    std::string device;
+};
+
+// efa's domains are devices with an endpoint type behind the name, such as rdmap16s27-rdm.
+bool is_of(const fi_info &info, const std::string &device) {
+    const std::string name = info.domain_attr->name != nullptr ? info.domain_attr->name : "";
+    return device.empty() || name == device || name.rfind(device + "-", 0) == 0;
+}
+
 // fi_getinfo of one provider name; null where there is none.
 Info query(const std::string &name, const std::string &node, uint64_t order, bool device_memory) {
     Info hints(fi_allocinfo());
@@ -47,8 +62,7 @@ Info query(const std::string &name, const std::string &node, uint64_t order, boo
     hints->rx_attr->msg_order = order;
     hints->fabric_attr->prov_name = strdup(name.c_str());
 
-    // shm names its endpoints by process, and efa by device; an IP address means nothing to them.
-    const bool by_node = name != "shm" && name != "efa" && !node.empty();
+    const bool by_node = !node.empty();
     fi_info *found = nullptr;
     const int result = fi_getinfo(interface_version(device_memory), by_node ? node.c_str() : nullptr, nullptr,
                                   by_node ? FI_SOURCE : 0, hints.get(), &found);
@@ -59,13 +73,13 @@ Info query(const std::string &name, const std::string &node, uint64_t order, boo
 }
 
 // Asks for ordered writes first: a provider promises an order only where it was asked for.
-Info query(const std::string &name, const std::string &node, bool device_memory) {
+Info query(const std::string &name, const Where &where, bool device_memory) {
     for (const uint64_t order :
          {static_cast<uint64_t>(kWriteAfterWrite), static_cast<uint64_t>(FI_ORDER_WAW), static_cast<uint64_t>(0)}) {
-        Info found = query(name, node, order, device_memory);
+        Info found = query(name, where.node, order, device_memory);
         // "tcp" alone also matches "tcp;ofi_rxm" in libfabric 1.x, where tcp itself has no RDM endpoints.
         for (const fi_info *info = found.get(); info != nullptr; info = info->next) {
-            if (name == info->fabric_attr->prov_name) {
+            if (name == info->fabric_attr->prov_name && is_of(*info, where.device)) {
                 return Info(fi_dupinfo(info));
             }
         }
@@ -101,29 +115,55 @@ void prepare_environment() {
     static_cast<void>(prepared);
 }
 
+// The IP address that a domain's endpoints are bound to; empty where addresses are of another kind.
+std::string address_of(const fi_info &info) {
+    char text[INET6_ADDRSTRLEN] = "";
+    if (info.src_addr != nullptr && info.addr_format == FI_SOCKADDR_IN) {
+        inet_ntop(AF_INET, &static_cast<const sockaddr_in *>(info.src_addr)->sin_addr, text, sizeof text);
+    } else if (info.src_addr != nullptr && info.addr_format == FI_SOCKADDR_IN6) {
+        inet_ntop(AF_INET6, &static_cast<const sockaddr_in6 *>(info.src_addr)->sin6_addr, text, sizeof text);
+    }
+    return text;
+}
+
+// In which senses `name` can be taken, the first that finds something holds.
+std::vector<Where> meanings(const std::string &provider, const std::string &name) {
+    const bool address = name.find_first_of(".:") != std::string::npos;
+    // shm names its endpoints by process, and efa by device; an IP address means nothing to them.
+    if (provider == "shm" || (provider == "efa" && address)) {
+        return {{"", ""}};
+    }
+    if (address || provider == "efa") {
+        return {address ? Where{name, ""} : Where{"", name}};
+    }
+    return {{name, ""}, {"", name}};  // a host's name, or a device's
+}
+
 }  // namespace
 
-Info find_provider(const std::string &provider, const std::string &node, bool device_memory) {
+Info find_provider(const std::string &provider, const std::string &name, bool device_memory) {
     prepare_environment();
     const auto names = names_of(provider);
     for (const bool on_devices : {true, false}) {
         if (on_devices && !device_memory) {
             continue;
         }
-        for (const auto &name : names) {
-            Info info = query(name, node, on_devices);
-            if (info && info->domain_attr->cq_data_size >= sizeof(uint32_t)) {
-                return info;
+        for (const auto &each : names) {
+            for (const auto &where : meanings(each, name)) {
+                Info info = query(each, where, on_devices);
+                if (info && info->domain_attr->cq_data_size >= sizeof(uint32_t)) {
+                    return info;
+                }
             }
         }
     }
     std::string tried;
-    for (const auto &name : names) {
-        tried += (tried.empty() ? "" : ", ") + name;
+    for (const auto &each : names) {
+        tried += (tried.empty() ? "" : ", ") + each;
     }
-    throw Error("libfabric has no provider for \"" + provider + "\" on node \"" + node +
+    throw Error("libfabric has no provider for \"" + provider + "\" on node \"" + name +
                     "\" with reliable datagrams, remote writes and 32 bits of remote CQ data; tried: " + tried,
-                "UNAVAILABLE", "PROVIDER_UNAVAILABLE", {{"provider", provider}, {"node", node}, {"tried", tried}});
+                "UNAVAILABLE", "PROVIDER_UNAVAILABLE", {{"provider", provider}, {"node", name}, {"tried", tried}});
 }
 
 Capabilities capabilities_of(const fi_info &info) {
@@ -132,6 +172,7 @@ Capabilities capabilities_of(const fi_info &info) {
     caps.provider = text(info.fabric_attr->prov_name);
     caps.fabric = text(info.fabric_attr->name);
     caps.domain = text(info.domain_attr->name);
+    caps.address = address_of(info);
     caps.mr_mode = static_cast<uint64_t>(static_cast<uint32_t>(info.domain_attr->mr_mode));
     caps.mr_key_size = info.domain_attr->mr_key_size;
     caps.cq_data_size = info.domain_attr->cq_data_size;

@@ -14,6 +14,7 @@ struct Capabilities {
     std::string provider;
     std::string fabric;
     std::string domain;
+    std::string address;  // that it is bound to, if that is an IP address
     uint64_t mr_mode = 0;
     uint64_t mr_key_size = 0;
     uint64_t cq_data_size = 0;
@@ -40,9 +41,9 @@ struct InfoDeleter {
 using Info = std::unique_ptr<fi_info, InfoDeleter>;
 
 // Asks libfabric for an RDM endpoint that can write with remote CQ data. `provider` is "auto", "tcp", "shm" or a
-// libfabric name; `node` the local address to bind to; `device_memory` prefers one that can register memory of GPUs.
-// Throws Error(PROVIDER_UNAVAILABLE).
-Info find_provider(const std::string &provider, const std::string &node, bool device_memory);
+// libfabric name; `name` the local address to bind to, or the device (an RDMA device, a network interface);
+// `device_memory` prefers one that can register memory of GPUs. Throws Error(PROVIDER_UNAVAILABLE).
+Info find_provider(const std::string &provider, const std::string &name, bool device_memory);
 
 Capabilities capabilities_of(const fi_info &info);
 

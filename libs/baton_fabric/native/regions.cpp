@@ -9,7 +9,7 @@
 
 namespace baton::fabric {
 
-Region &RegionTable::add(int fd, uint64_t length) {
+Region &RegionTable::add(int fd, uint64_t length, const std::vector<uint32_t> &domains) {
     struct stat status{};
     if (fstat(fd, &status) != 0) {
         throw invalid("BAD_REGION", "descriptor " + std::to_string(fd) + " cannot be examined");
@@ -34,12 +34,14 @@ Region &RegionTable::add(int fd, uint64_t length) {
 
     region->address = region->mapping->address();
     region->size = length;
-    region->registration = domain_.register_memory(*region->mapping, fd);
+    for (const auto number : domains) {
+        region->domains.emplace_back(number, domains_[number]->register_memory(*region->mapping, fd));
+    }
     return keep(std::move(region));
 }
 
-Region &RegionTable::add(const DeviceRange &range) {
-    const auto &capabilities = domain_.capabilities();
+Region &RegionTable::add(const DeviceRange &range, const std::vector<uint32_t> &domains) {
+    const auto &capabilities = domains_[domains.front()]->capabilities();
     if (!capabilities.device_memory) {
         throw Error("the provider \"" + capabilities.provider + "\" can't register memory of a GPU here",
                     "FAILED_PRECONDITION", "DEVICE_UNSUPPORTED", {{"provider", capabilities.provider}});
@@ -52,7 +54,9 @@ Region &RegionTable::add(const DeviceRange &range) {
     region->id = next_++;
     region->address = reinterpret_cast<void *>(range.address);
     region->size = range.length;
-    region->registration = domain_.register_memory(range);
+    for (const auto number : domains) {
+        region->domains.emplace_back(number, domains_[number]->register_memory(range));
+    }
     return keep(std::move(region));
 }
 
@@ -101,7 +105,7 @@ void RegionTable::remove(uint64_t id, std::set<uint64_t> endpoints) {
                       {"transfers", std::to_string(region.transfers)},
                       {"inboxes", std::to_string(region.inboxes)}});
     }
-    region.registration.reset();
+    region.domains.clear();
     if (!endpoints.empty()) {
         if (region.mapping) {
             region.mapping->replace_by_nothing();

@@ -4,6 +4,7 @@
 #include <memory>
 #include <set>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "domain.hpp"
@@ -12,14 +13,15 @@
 
 namespace baton::fabric {
 
-// Memory that was handed over and is registered with the domain.
+// Memory that was handed over, and is registered with one domain or several.
 struct Region {
     uint64_t id = 0;
     // None for a device's memory, which its owner has mapped.
     std::shared_ptr<Mapping> mapping;
     void *address = nullptr;
     uint64_t size = 0;
-    std::unique_ptr<Registration> registration;  // goes before the mapping does
+    // By number of the domain, ascending; at least one. Gone before the mapping is.
+    std::vector<std::pair<uint32_t, std::unique_ptr<Registration>>> domains;
     uint32_t transfers = 0;  // that read it and have not ended
     uint32_t inboxes = 0;    // that are open, not full, and said to be written through it
 
@@ -29,11 +31,13 @@ struct Region {
 
 class RegionTable {
   public:
-    RegionTable(Domain &domain, Metrics &metrics) : domain_(domain), metrics_(metrics) {}
+    // `domains`: outlive the table.
+    RegionTable(const DomainList &domains, Metrics &metrics) : domains_(domains), metrics_(metrics) {}
 
-    Region &add(int fd, uint64_t length);
+    // `domains`: numbers of those to register it with.
+    Region &add(int fd, uint64_t length, const std::vector<uint32_t> &domains);
     // The range's addresses must be kept until, after remove(), retired() says that nothing can reach them any more.
-    Region &add(const DeviceRange &range);
+    Region &add(const DeviceRange &range, const std::vector<uint32_t> &domains);
     Region &at(uint64_t id);
     Region *find(uint64_t id);
     std::vector<uint64_t> ids() const;
@@ -58,7 +62,7 @@ class RegionTable {
 
     Region &keep(std::unique_ptr<Region> region);
 
-    Domain &domain_;
+    const DomainList &domains_;
     Metrics &metrics_;
     uint64_t next_ = 1;
     std::unordered_map<uint64_t, std::unique_ptr<Region>> regions_;

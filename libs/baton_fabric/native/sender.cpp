@@ -2,6 +2,7 @@
 
 #include "error.hpp"
 #include "faults.hpp"
+#include "spread.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -11,7 +12,8 @@ namespace {
 
 // Neighbours are joined up to here: over tcp 1 MiB moves at 5.6 GB/s, 256 KiB at 4 to 6, 4 MiB at 4.4.
 constexpr uint64_t kCoalescedBytes = 1 << 20;
-// A transfer posts at most this much, or one write, before the next has its turn; a peer four times as much.
+// A transfer posts at most this much, or one write, before the next has its turn; a peer four times as much at each
+// domain.
 constexpr uint64_t kTransferTurnBytes = 256 << 10;
 constexpr uint64_t kPeerTurnBytes = 4 * kTransferTurnBytes;
 constexpr uint32_t kPeerTurnWrites = 64;
@@ -25,21 +27,45 @@ constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
 
 }  // namespace
 
-Sender::Sender(Domain &domain, EventQueue &events, Metrics &metrics, uint64_t post_timeout_ns)
-    : domain_(domain), events_(events), metrics_(metrics), post_timeout_ns_(post_timeout_ns) {
-    const auto &capabilities = domain.capabilities();
-    window_ = static_cast<uint32_t>(std::clamp<uint64_t>(capabilities.tx_size, 1, capabilities.useful_window));
-    limits_ = {capabilities.max_msg_size, std::min(capabilities.max_msg_size, kCoalescedBytes)};
+Sender::Sender(const DomainList &domains, EventQueue &events, Metrics &metrics, uint64_t post_timeout_ns)
+    : domains_(domains), events_(events), metrics_(metrics), post_timeout_ns_(post_timeout_ns) {
+    uint64_t window = std::numeric_limits<uint32_t>::max();
+    uint64_t largest = std::numeric_limits<uint64_t>::max();
+    for (const auto &domain : domains) {
+        const auto &capabilities = domain->capabilities();
+        window = std::min(window, std::clamp<uint64_t>(capabilities.tx_size, 1, capabilities.useful_window));
+        largest = std::min(largest, capabilities.max_msg_size);
+    }
+    window_ = static_cast<uint32_t>(window);
+    limits_ = {largest, std::min(largest, kCoalescedBytes)};
 }
 
 Sender::~Sender() = default;
 
-Peer &Sender::connect(const std::string &address) {
-    auto contexts = take_contexts();
-    peers_.push_back(std::make_unique<Peer>(next_peer_, domain_, address, std::move(contexts), window_, metrics_));
+Peer &Sender::connect(std::vector<std::string> addresses, const std::vector<uint32_t> &domains) {
+    if (addresses.empty()) {
+        throw invalid("BAD_ADDRESS", "a peer has at least one address");
+    }
+    auto peer = std::make_unique<Peer>(next_peer_, std::move(addresses));
+    for (const auto &meeting : meet(static_cast<uint32_t>(domains.size()), static_cast<uint32_t>(peer->addresses().size()))) {
+        lane(*peer, domains[meeting.source], meeting.destination);
+    }
     ++next_peer_;
     metrics_.peers.add();
-    return *peers_.back();
+    return *peers_.emplace_back(std::move(peer));
+}
+
+Lane &Sender::lane(Peer &peer, uint32_t domain, uint32_t endpoint) {
+    if (Lane *found = peer.find(domain, endpoint)) {
+        return *found;
+    }
+    Lane &opened = peer.add(std::make_unique<Lane>(peer, domain, endpoint, *domains_[domain],
+                                                   peer.addresses()[endpoint], take_contexts(), window_, metrics_,
+                                                   metrics_.domains[domain]));
+    if (on_lane_) {
+        on_lane_(opened);
+    }
+    return opened;
 }
 
 ContextBlock Sender::take_contexts() {
@@ -51,17 +77,13 @@ ContextBlock Sender::take_contexts() {
     return block;
 }
 
-void Sender::retire(ContextBlock contexts) {
-    if (contexts) {
-        retired_contexts_.push_back(std::move(contexts));
+void Sender::queue_empty(uint32_t domain) {
+    for (auto &[of, contexts] : retired_contexts_) {
+        if (of == domain) {
+            free_contexts_.push_back(std::move(contexts));
+        }
     }
-}
-
-void Sender::queue_empty() {
-    for (auto &contexts : retired_contexts_) {
-        free_contexts_.push_back(std::move(contexts));
-    }
-    retired_contexts_.clear();
+    std::erase_if(retired_contexts_, [](const auto &retired) { return retired.second == nullptr; });
 }
 
 void Sender::disconnect(uint64_t id) {
@@ -98,7 +120,10 @@ void Sender::open(uint64_t peer_id, LayerCounter &counter, TransferPlan plan, ui
         throw Error("transfer " + std::to_string(plan.id) + " is open already", "ALREADY_EXISTS", "TRANSFER_EXISTS",
                     {{"transfer", std::to_string(plan.id)}});
     }
-    auto transfer = std::make_unique<Transfer>(std::move(plan), counter, peer, limits_);
+    plan.check(limits_, peer.addresses().size());
+    auto transfer = std::make_unique<Transfer>(
+        std::move(plan), counter, peer, limits_,
+        [this, &peer](uint32_t domain, uint32_t endpoint) -> Lane & { return lane(peer, domain, endpoint); });
     Transfer &opened = *transfer;
     for (const auto &stream : opened.streams()) {
         ++stream.region->transfers;
@@ -159,9 +184,15 @@ void Sender::counter_moved(LayerCounter &counter, uint64_t now) {
     }
 }
 
+void Sender::enqueue(Strand &strand, uint64_t now) {
+    if (strand.batch_begun() || (strand.batch_ready() && !strand.transfer().cancelled)) {
+        strand.lane().push_ready(strand, now);
+    }
+}
+
 void Sender::enqueue(Transfer &transfer, uint64_t now) {
-    if (transfer.batch_begun() || (transfer.batch_ready() && !transfer.cancelled)) {
-        transfer.peer().push_ready(transfer, now);
+    for (auto &strand : transfer.strands()) {
+        enqueue(strand, now);
     }
 }
 
@@ -174,14 +205,15 @@ void Sender::stop_waiting(Transfer &transfer) {
 
 // A batch that has begun is always posted whole: only its last write proves that all of them were delivered.
 void Sender::finish(Transfer &transfer) {
-    if (transfer.batch_begun()) {
-        return;
-    }
     if (transfer.cancelled) {
-        transfer.peer().remove_ready(transfer);
+        for (auto &strand : transfer.strands()) {
+            if (!strand.batch_begun()) {
+                strand.lane().remove_ready(strand);
+            }
+        }
         stop_waiting(transfer);
     }
-    if (transfer.in_flight != 0) {
+    if (transfer.in_flight != 0 || transfer.batch_begun()) {
         return;
     }
     if (transfer.all_posted()) {
@@ -194,7 +226,9 @@ void Sender::finish(Transfer &transfer) {
 }
 
 void Sender::end(Transfer &transfer, Event event) {
-    transfer.peer().remove_ready(transfer);
+    for (auto &strand : transfer.strands()) {
+        strand.lane().remove_ready(strand);
+    }
     stop_waiting(transfer);
     for (const auto &stream : transfer.streams()) {
         --stream.region->transfers;
@@ -206,20 +240,20 @@ void Sender::end(Transfer &transfer, Event event) {
 }
 
 void Sender::completed(WriteContext &context, uint64_t now) {
-    Transfer *transfer = context.transfer;
-    if (transfer == nullptr) {
-        return;  // of a peer that was closed meanwhile
+    if (context.strand == nullptr) {
+        return;  // of a lane that was closed meanwhile
     }
-    context.peer->complete(context, now);
-    finish(*transfer);
+    Transfer &transfer = context.strand->transfer();
+    context.lane->complete(context, now);
+    finish(transfer);
 }
 
 void Sender::write_failed(WriteContext &context, const std::string &detail) {
-    if (context.transfer == nullptr) {
+    if (context.strand == nullptr) {
         return;
     }
     metrics_.write_errors.add();
-    fail(*context.peer, "WRITE_FAILED", detail);
+    fail(context.lane->peer(), "WRITE_FAILED", detail);
 }
 
 void Sender::peer_lost(uint64_t id, const std::string &detail) {
@@ -240,21 +274,27 @@ void Sender::fail_transfers(Peer &peer, const char *reason) {
     std::vector<std::pair<Transfer *, bool>> ended;
     for (auto &[id, transfer] : transfers_) {
         if (&transfer->peer() == &peer) {
-            ended.emplace_back(transfer.get(), peer.delivered(*transfer));
+            ended.emplace_back(transfer.get(), transfer->delivered());
         }
     }
     if (faults_ != nullptr) {
-        faults_->forget(peer);
+        for (const auto &lane : peer.lanes()) {
+            faults_->forget(*lane);
+        }
     }
-    retire(peer.close());
+    for (auto &[domain, contexts] : peer.fail()) {
+        if (contexts) {
+            retired_contexts_.emplace_back(domain, std::move(contexts));
+        }
+    }
     for (const auto &[transfer, quiesced] : ended) {
         metrics_.transfers_failed.add();
         end(*transfer, TransferFailed{transfer->id(), reason, quiesced, transfer->stats});
     }
 }
 
-uint64_t Sender::patience(const Peer &peer) const {
-    return peer.cut_off() ? std::min(post_timeout_ns_, kReconnectNs) : post_timeout_ns_;
+uint64_t Sender::patience(const Lane &lane) const {
+    return lane.cut_off() ? std::min(post_timeout_ns_, kReconnectNs) : post_timeout_ns_;
 }
 
 void Sender::check_deadlines(uint64_t now) {
@@ -264,35 +304,53 @@ void Sender::check_deadlines(uint64_t now) {
         next_oldest_check_ns_ = now + post_timeout_ns_ / 16;
     }
     for (auto &peer : peers_) {
-        if (peer->failed() || !peer->busy()) {
+        if (!peer->failed()) {
+            check_deadlines(*peer, now, oldest_too);
+        }
+    }
+}
+
+void Sender::check_deadlines(Peer &peer, uint64_t now, bool oldest_too) {
+    for (const auto &lane : peer.lanes()) {
+        if (!lane->busy()) {
             continue;
         }
-        if (now - std::min(now, peer->last_progress_ns()) >= patience(*peer)) {
-            const bool posted = peer->in_flight() != 0;
-            fail(*peer, posted ? "WRITE_TIMEOUT" : "POST_TIMEOUT",
+        if (now - std::min(now, lane->last_progress_ns()) >= patience(*lane)) {
+            const bool posted = lane->in_flight() != 0;
+            fail(peer, posted ? "WRITE_TIMEOUT" : "POST_TIMEOUT",
                  posted ? "nothing was completed in time" : "nothing was accepted in time");
-        } else if (const auto oldest = oldest_too ? peer->oldest_post_ns() : now;
-                   oldest < now && now - oldest >= kOldestWriteTimeouts * post_timeout_ns_) {
-            fail(*peer, "WRITE_TIMEOUT", "a write was never completed");
+            return;
+        }
+        const auto oldest = oldest_too ? lane->oldest_post_ns() : now;
+        if (oldest < now && now - oldest >= kOldestWriteTimeouts * post_timeout_ns_) {
+            fail(peer, "WRITE_TIMEOUT", "a write was never completed");
+            return;
         }
     }
 }
 
 void Sender::forgive(uint64_t now) {
     for (auto &peer : peers_) {
-        peer->forgive(now);
+        for (const auto &lane : peer->lanes()) {
+            lane->forgive(now);
+        }
     }
 }
 
 uint64_t Sender::next_time_ns() const {
     uint64_t next = kNever;
     for (const auto &peer : peers_) {
-        if (peer->failed() || !peer->busy()) {
+        if (peer->failed()) {
             continue;
         }
-        next = std::min(next, peer->last_progress_ns() + patience(*peer));
-        if (const auto retry = peer->retry_ns()) {
-            next = std::min(next, *retry);
+        for (const auto &lane : peer->lanes()) {
+            if (!lane->busy()) {
+                continue;
+            }
+            next = std::min(next, lane->last_progress_ns() + patience(*lane));
+            if (const auto retry = lane->retry_ns()) {
+                next = std::min(next, *retry);
+            }
         }
     }
     return next;
@@ -302,54 +360,62 @@ bool Sender::post(uint64_t now) {
     bool more = false;
     for (size_t i = 0; i < peers_.size(); ++i) {
         Peer &peer = *peers_[(turn_ + i) % peers_.size()];
-        if (!peer.failed() && peer.may_post(now)) {
-            post_turn(peer, now);
-            more = more || (!peer.failed() && peer.may_post(now));
+        for (size_t each = 0; !peer.failed() && each < peer.lanes().size(); ++each) {
+            Lane &lane = *peer.lanes()[(turn_ + each) % peer.lanes().size()];
+            if (lane.may_post(now)) {
+                post_turn(lane, now);
+                more = more || (!peer.failed() && lane.may_post(now));
+            }
         }
     }
     ++turn_;
     return more;
 }
 
-void Sender::post_turn(Peer &peer, uint64_t now) {
-    uint64_t peer_bytes = 0;
-    uint64_t transfer_bytes = 0;
-    for (uint32_t writes = 0; writes < kPeerTurnWrites && peer_bytes < kPeerTurnBytes; ++writes) {
-        Transfer *transfer = peer.front();
-        if (transfer == nullptr) {
+void Sender::post_turn(Lane &lane, uint64_t now) {
+    // A peer has one turn at each domain, however many of its endpoints are written to from there.
+    const uint32_t share = lane.peer().lanes_of(lane.domain());
+    const uint64_t most_bytes = kPeerTurnBytes / share;
+    const uint32_t most_writes = std::max(kPeerTurnWrites / share, 1U);
+    uint64_t lane_bytes = 0;
+    uint64_t strand_bytes = 0;
+    for (uint32_t writes = 0; writes < most_writes && lane_bytes < most_bytes; ++writes) {
+        Strand *strand = lane.front();
+        if (strand == nullptr) {
             return;
         }
-        const uint64_t before = transfer->stats.bytes;
+        Transfer &transfer = strand->transfer();
+        const uint64_t before = transfer.stats.bytes;
         std::string error;
-        const auto result = peer.post(*transfer, now, error, faults_);
-        if (result == Peer::Post::kFailed) {
-            fail(peer, "WRITE_FAILED", error);
+        const auto result = lane.post(*strand, now, error, faults_);
+        if (result == Lane::Post::kFailed) {
+            fail(lane.peer(), "WRITE_FAILED", error);
             return;
         }
-        if (result != Peer::Post::kPosted) {
+        if (result != Lane::Post::kPosted) {
             break;
         }
-        const uint64_t bytes = transfer->stats.bytes - before;
-        peer_bytes += bytes;
-        transfer_bytes += bytes;
-        if (!transfer->batch_begun()) {
-            if (!transfer->has_batch()) {
-                stop_waiting(*transfer);
+        const uint64_t bytes = transfer.stats.bytes - before;
+        lane_bytes += bytes;
+        strand_bytes += bytes;
+        if (!strand->batch_begun()) {
+            if (!transfer.has_batch()) {
+                stop_waiting(transfer);
             }
-            if (transfer->cancelled || !transfer->batch_ready()) {
-                peer.remove_ready(*transfer);
-                transfer_bytes = 0;
+            if (transfer.cancelled || !strand->batch_ready()) {
+                lane.remove_ready(*strand);
+                strand_bytes = 0;
                 continue;  // its last write is in flight, so it has not ended
             }
         }
-        if (transfer_bytes >= kTransferTurnBytes) {
-            peer.rotate();
-            transfer_bytes = 0;
+        if (strand_bytes >= kTransferTurnBytes) {
+            lane.rotate();
+            strand_bytes = 0;
         }
     }
     // However short the turn was, the next one is another transfer's.
-    if (transfer_bytes != 0) {
-        peer.rotate();
+    if (strand_bytes != 0) {
+        lane.rotate();
     }
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -22,11 +23,13 @@ namespace baton::fabric {
 // The sending side of an engine: peers, transfers, and the life of each to its one terminal event.
 class Sender {
   public:
-    Sender(Domain &domain, EventQueue &events, Metrics &metrics, uint64_t post_timeout_ns);
+    Sender(const DomainList &domains, EventQueue &events, Metrics &metrics, uint64_t post_timeout_ns);
     ~Sender();
 
     // Commands; see _native.pyi.
-    Peer &connect(const std::string &address);
+    // Opens the lanes between these domains and all addresses; further lanes are opened when a transfer
+    // first needs them.
+    Peer &connect(std::vector<std::string> addresses, const std::vector<uint32_t> &domains);
     void disconnect(uint64_t peer);
     void open(uint64_t peer, LayerCounter &counter, TransferPlan plan, uint64_t now);
     void submit(const std::vector<std::pair<uint64_t, Chunk>> &chunks, uint64_t now);
@@ -39,8 +42,8 @@ class Sender {
     void completed(WriteContext &context, uint64_t now);
     void write_failed(WriteContext &context, const std::string &detail);
     void peer_lost(uint64_t peer, const std::string &detail);
-    // The completion queue was found empty: nothing names the contexts of closed peers any more.
-    void queue_empty();
+    // The completion queue of a domain was found empty: nothing names the contexts of its closed lanes any more.
+    void queue_empty(uint32_t domain);
     void check_deadlines(uint64_t now);
     // The thread itself did not run for a while: that is no peer's fault.
     void forgive(uint64_t now);
@@ -51,11 +54,15 @@ class Sender {
     uint64_t next_time_ns() const;
     bool writes_in_flight() const { return metrics_.writes_in_flight.get() != 0; }
     uint32_t window() const { return window_; }
+    // Hears of each lane that is opened.
+    void set_on_lane(std::function<void(const Lane &)> on_lane) { on_lane_ = std::move(on_lane); }
     // For tests; null for none. Must outlive the sender's use of it.
     void set_faults(Faults *faults) { faults_ = faults; }
 
   private:
-    void post_turn(Peer &peer, uint64_t now);
+    Lane &lane(Peer &peer, uint32_t domain, uint32_t endpoint);
+    void post_turn(Lane &lane, uint64_t now);
+    void enqueue(Strand &strand, uint64_t now);
     void enqueue(Transfer &transfer, uint64_t now);
     void stop_waiting(Transfer &transfer);
     // Ends the transfer if nothing is left to do for it.
@@ -63,12 +70,12 @@ class Sender {
     void end(Transfer &transfer, Event event);
     void fail(Peer &peer, const char *reason, const std::string &detail);
     void fail_transfers(Peer &peer, const char *reason);
-    // How long a peer may make no progress.
-    uint64_t patience(const Peer &peer) const;
+    // How long a lane may make no progress.
+    uint64_t patience(const Lane &lane) const;
     ContextBlock take_contexts();
-    void retire(ContextBlock contexts);
+    void check_deadlines(Peer &peer, uint64_t now, bool oldest_too);
 
-    Domain &domain_;
+    const DomainList &domains_;
     EventQueue &events_;
     Metrics &metrics_;
     uint64_t post_timeout_ns_;
@@ -78,10 +85,11 @@ class Sender {
     uint64_t next_peer_ = 1;
     size_t turn_ = 0;
     Faults *faults_ = nullptr;
+    std::function<void(const Lane &)> on_lane_;
     std::vector<std::unique_ptr<Peer>> peers_;
     std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
     std::deque<ContextBlock> free_contexts_;
-    std::vector<ContextBlock> retired_contexts_;
+    std::vector<std::pair<uint32_t, ContextBlock>> retired_contexts_;  // by domain
 };
 
 }  // namespace baton::fabric

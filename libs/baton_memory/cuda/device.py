@@ -54,6 +54,12 @@ class Device:
                 return cls(driver, ordinal)
         raise DeviceUnknown(f"there is no GPU {name} here, only {', '.join(seen)}", device=name)
 
+    @property
+    def pci_address(self) -> str:
+        """As sysfs writes it: 0000:18:00.0."""
+        domain, bus, device = (self._attribute(f"PCI_{part}_ID") for part in ("DOMAIN", "BUS", "DEVICE"))
+        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """The device's context is this thread's current one inside."""
