@@ -60,3 +60,20 @@ def quantize(
 
 def scale(x: int, scales: int, bias: int, rows: int, size: int, bfloat16: bool, threads: int, /) -> None:
     """In place: `x` `[rows, size]` times float `scales` `[rows]`, plus `bias` `[size]` unless that is 0."""
+
+def uniform(seed: int, position: int, attempt: int, /) -> float:
+    """A number in [0, 1) hashed from its arguments, each 64 bits without a sign."""
+
+def draw(
+    logits: int,
+    size: int,
+    temperatures: Sequence[float],
+    top_p: Sequence[float],
+    top_k: Sequence[int],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    threads: int,
+    /,
+) -> list[int]:
+    """A token from each row of float32 logits `[rows, size]`, -1 where its largest is not finite. Temperature 0 is
+    greedy; `top_k` 0 and `top_p` 1 keep all."""

@@ -38,7 +38,19 @@ const Kernels &choose() {
     throw std::invalid_argument("BATON_KERNELS is " + std::string(wanted) + "; this processor runs " + names);
 }
 
+uint64_t mix(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
 }  // namespace
+
+double uniform(uint64_t seed, uint64_t position, uint64_t attempt) {
+    uint64_t state = mix(seed) + (position + 1) * 0x9E3779B97F4A7C15u;
+    state = mix(state) + (attempt + 1) * 0x9E3779B97F4A7C15u;
+    return static_cast<double>(mix(state) >> 11) * 0x1p-53;
+}
 
 const Kernels &kernels() {
     static const Kernels &chosen = choose();

@@ -28,6 +28,18 @@ struct AttentionTask {
     float scale;
 };
 
+// How a token is drawn: temperature 0 or less is greedy, top_k 0 and top_p 1 keep all.
+struct Draw {
+    float temperature;
+    double top_p;
+    int64_t top_k;
+    uint64_t seed;
+    uint64_t position;
+};
+
+// A number in [0, 1) hashed from its arguments (splitmix64's finaliser, applied to each in turn).
+double uniform(uint64_t seed, uint64_t position, uint64_t attempt);
+
 struct Kernels {
     const char *name;
     // Bytes of scratch memory, aligned to 64, that `attend` needs for a task of so many rows.
@@ -46,6 +58,9 @@ struct Kernels {
                      int64_t block, bool bfloat16);
     // x: [rows, size], in place: x * scales[row] + bias; bias may be null.
     void (*scale)(void *x, const float *scales, const void *bias, int64_t rows, int64_t size, bool bfloat16);
+    // The token drawn from logits [size], or -1 where the largest is not finite. top-p applies to what top-k leaves, as
+    // in transformers and vLLM. Scratch: `weights` [size, up to a multiple of 256], `blocks` [a 256th of that].
+    int64_t (*draw)(const float *logits, int64_t size, const Draw &wanted, float *weights, double *blocks);
 };
 
 extern const Kernels portable_kernels;

@@ -113,4 +113,22 @@ NB_MODULE(_kernels, m) {
             });
         },
         NoGil());
+    m.def("uniform", &uniform);
+    m.def("draw", [](Address logits, int64_t size, const std::vector<float> &temperatures,
+                     const std::vector<double> &top_p, const std::vector<int64_t> &top_k,
+                     const std::vector<uint64_t> &seeds, const std::vector<uint64_t> &positions, int threads) {
+        const int64_t rows = static_cast<int64_t>(temperatures.size());
+        std::vector<int64_t> tokens(temperatures.size());
+        nb::gil_scoped_release released;
+        in_parts(rows, size, threads, [&](int64_t first, int64_t count) {
+            const int64_t blocks = (size + 255) / 256;
+            std::vector<float> weights(static_cast<size_t>(blocks * 256));
+            std::vector<double> sums(static_cast<size_t>(blocks));
+            for (int64_t row = first; row < first + count; ++row)
+                tokens[row] = kernels().draw(
+                    at<float>(logits) + row * size, size,
+                    {temperatures[row], top_p[row], top_k[row], seeds[row], positions[row]}, weights.data(), sums.data());
+        });
+        return tokens;
+    });
 }
