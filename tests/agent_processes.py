@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from cluster import free_port
 from fabric_harness import NODE, SLOWNESS
@@ -131,8 +132,14 @@ class ModelProcess:
 
 
 @contextlib.contextmanager
-def agents(directory: Path, transport: str, *names: str, **settings: str) -> Iterator[list[Agent]]:
-    started = [Agent(directory, name, transport, **settings) for name in names]
+def agents(
+    directory: Path, transport: str, *names: str, domains: Mapping[str, str] = MappingProxyType({}), **settings: str
+) -> Iterator[list[Agent]]:
+    """`domains`: by agent, the setting; none for one at its node."""
+    started = [
+        Agent(directory, name, transport, **settings, **({"domains": domains[name]} if name in domains else {}))
+        for name in names
+    ]
     try:
         yield started
     except BaseException:

@@ -34,6 +34,8 @@ from baton_memory import SharedMemory
 from baton_rpc import RemoteError
 
 AGENTS = 4
+# Of each agent, where it has several.
+DOMAINS = (1, 2, 3, 2)
 # Small pages leave as they are; large ones are still under way when something happens to them.
 HEAD_DIMS = (8, 1024)
 OPTIONS = AgentOptions(
@@ -86,7 +88,8 @@ class Schedule:
     leaves: tuple[tuple[int, float], ...]
 
 
-def draw(seed: int) -> Schedule:
+def draw(seed: int, several: bool = False) -> Schedule:
+    """`several`: some faults are of one domain only."""
     rng = random.Random(seed)
     faults = [[_fault(rng) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))] for _ in range(AGENTS)]
     if rng.random() < 0.7:
@@ -103,6 +106,9 @@ def draw(seed: int) -> Schedule:
             for _ in range(rng.randint(10, 20))
         ]
         faults[destination].insert(0, FaultRule("arrival", "delay", ms=rng.uniform(5, 60)))
+    if several:
+        where = random.Random(seed)
+        faults = [[replace(rule, domain=where.choice((None, 0, 1))) for rule in rules] for rules in faults]
     leaves = ((rng.randrange(AGENTS), rng.uniform(0, 30)),) if rng.random() < 0.25 else ()
     plans = tuple(FaultPlan(tuple(rules), rng.getrandbits(32)) for rules in faults)
     return Schedule(seed, tuple(transfers), plans, rng.uniform(0, 120), leaves)
@@ -244,8 +250,10 @@ class Node:
 
 
 @asynccontextmanager
-async def node(directory: Path, name: str, transport: str, head_dim: int) -> AsyncIterator[Node]:
-    engine = await FabricEngine.start(transport, post_timeout_ms=POST_TIMEOUT_MS)
+async def node(
+    directory: Path, name: str, transport: str, head_dim: int, domains: Sequence[str] = ("127.0.0.1",)
+) -> AsyncIterator[Node]:
+    engine = await FabricEngine.start(transport, domains, post_timeout_ms=POST_TIMEOUT_MS)
     addresses = Addresses(f"unix:{directory}/{name}.sock", f"{directory}/{name}.ho", "127.0.0.1:0")
     service = TransferAgentService(engine, engine.provider, "127.0.0.1", addresses, OPTIONS)
     cache = Cache(head_dim)
@@ -527,28 +535,32 @@ async def _first(worker: Worker, kinds: Sequence[str], wanted: Any) -> Any:
 
 
 @asynccontextmanager
-async def fleet(transport: str, head_dim: int) -> AsyncIterator[Fleet]:
+async def fleet(transport: str, head_dim: int, several: bool = False) -> AsyncIterator[Fleet]:
+    """`several`: the agents have 1, 2, 3 and 2 domains."""
+    domains = [[f"127.0.{number}.{each}" for each in range(1, 1 + count)] for number, count in enumerate(DOMAINS)]
+    if not several:
+        domains = [["127.0.0.1"]] * AGENTS
     # Not pytest's directory: the paths of unix sockets must be short.
     with tempfile.TemporaryDirectory(prefix="bt-") as name:
         directory = Path(name)
         async with (
-            node(directory, "a", transport, head_dim) as a,
-            node(directory, "b", transport, head_dim) as b,
-            node(directory, "c", transport, head_dim) as c,
-            node(directory, "d", transport, head_dim) as d,
+            node(directory, "a", transport, head_dim, domains[0]) as a,
+            node(directory, "b", transport, head_dim, domains[1]) as b,
+            node(directory, "c", transport, head_dim, domains[2]) as c,
+            node(directory, "d", transport, head_dim, domains[3]) as d,
         ):
             yield Fleet([a, b, c, d])
 
 
-async def run_schedules(seeds: Iterable[int], transport: str, head_dim: int) -> Counter[str]:
+async def run_schedules(seeds: Iterable[int], transport: str, head_dim: int, several: bool = False) -> Counter[str]:
     """One after the other on one fleet -> how the transfers ended. Raises Broken with the seed."""
-    async with fleet(transport, head_dim) as made:
+    async with fleet(transport, head_dim, several) as made:
         for seed in seeds:
-            schedule = draw(seed)
+            schedule = draw(seed, several)
             try:
                 await made.run(schedule)
             except BaseException as error:
-                again = f"--transport {transport} --seed {seed} --schedules 1"
+                again = f"--transport {transport} --seed {seed} --schedules 1" + " --several" * several
                 error.add_note(f"python tests/bench/fault_schedules.py {again}: {schedule}")
                 raise
         return made.outcomes

@@ -247,7 +247,8 @@ class AgentSettings(Section):
     )
     node: str = Field(
         default="127.0.0.1",
-        description="Local address that the fabric's endpoints are bound to; with verbs it chooses device and GID",
+        description="Local address that the fabric's endpoints are bound to, if domains names no others; with verbs it "
+        "chooses device and GID. Over verbs and efa a loopback address means the RDMA devices nearest to each GPU",
     )
     roce_version: Literal["v1", "v2"] | None = Field(
         default=None, description="RoCE version of connections of the device that node chooses; unset: left as it is"
@@ -263,8 +264,9 @@ class AgentSettings(Section):
     )
     domains: Domains = Field(
         default=(),
-        description="RDMA devices or local addresses by GPU, instead of the nearest, such as 0=mlx5_0+mlx5_1: a GPU is "
-        "named by index or PCI address, host is the host's memory, * or no name means all others; see `baton topology`",
+        description="RDMA devices or local addresses by GPU, over all of which its memory is sent, such as "
+        "0=mlx5_0+mlx5_1 or 10.0.0.2+10.0.1.2: a GPU is named by index or PCI address, host is the host's memory, * or "
+        "no name means all others; see `baton topology`",
     )
     spin: bool = Field(
         default=False, description="The progress thread polls instead of waiting: needs a CPU of its own"

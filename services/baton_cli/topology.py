@@ -1,16 +1,22 @@
-"""`baton topology`: what was found of this node, and which domains and CPUs each GPU gets."""
+"""`baton topology`: what was found of this node, which domains and CPUs each GPU gets, and what its agent has open."""
 
+import asyncio
 import os
 from pathlib import Path
 
+import grpc
+from baton.v1 import agent_pb2, agent_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
 from baton_config.sections import AgentSettings
-from baton_fabric.assignment import DomainGroup, assign
+from baton_fabric.assignment import DomainGroup, groups_of_agent
 from baton_fabric.topology import Nic, Topology, read_topology
+from baton_rpc import open_channel
 
 THIS_NODE = Path("/sys")
+# An agent of this node answers at once, or not at all.
+ANSWER_S = 2.0
 
 
 def show(console: Console, sysfs: Path, agent: AgentSettings) -> None:
@@ -18,7 +24,11 @@ def show(console: Console, sysfs: Path, agent: AgentSettings) -> None:
     # Of another node nobody knows which CPUs a process may use there.
     allowed = os.sched_getaffinity(0) if sysfs == THIS_NODE else None
     found = read_topology(sysfs, allowed)
-    for table in (_devices(found), _interfaces(found), _groups(assign(found, agent.domains_by_device, [agent.node]))):
+    groups = groups_of_agent(found, agent.transport, agent.node, agent.domains_by_device)
+    tables = [_devices(found), _interfaces(found), _groups(groups)]
+    if sysfs == THIS_NODE:
+        tables.append(_open(asyncio.run(_running(agent.socket))))
+    for table in tables:
         if table.row_count:
             console.print(table)
             console.print()
@@ -58,6 +68,29 @@ def _groups(groups: list[DomainGroup]) -> Table:
             f"{group.gbps:g}" if group.gbps else "",
             f"{_cpus(group.cpus)}{cpu}",
         )
+    return table
+
+
+async def _running(socket: str) -> list[agent_pb2.FabricDomain]:
+    """What the agent there has open; nothing if none is there."""
+    async with open_channel(socket) as channel:
+        try:
+            stub = agent_pb2_grpc.TransferAgentStub(channel)
+            answer = await stub.Describe(agent_pb2.DescribeRequest(), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError:
+            return []
+    return list(answer.domains)
+
+
+def _open(domains: list[agent_pb2.FabricDomain]) -> Table:
+    table = _table(
+        "Open in the running agent", "domain", "provider", "bound to", "memory on", "written", "writes", "arrived"
+    )
+    for domain in domains:
+        bound = ", ".join(dict.fromkeys(each for each in (domain.device, domain.address) if each))
+        written = f"{domain.bytes / 1e9:.3f} GB"
+        counts = str(domain.writes), f"{domain.immediates} immediates"
+        table.add_row(domain.name, domain.provider, bound, ", ".join(domain.serves), written, *counts)
     return table
 
 

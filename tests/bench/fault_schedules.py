@@ -30,8 +30,9 @@ SCHEDULES_A_FLEET = 250
 
 
 class Runs:
-    def __init__(self, schedules: int, seed: int, transport: str) -> None:
+    def __init__(self, schedules: int, seed: int, transport: str, several: bool) -> None:
         self._transport = transport
+        self._several = several
         seeds = range(seed, seed + schedules)
         # By the seed, so that a seed says everything.
         self._seeds: dict[int, Iterator[int]] = {
@@ -55,9 +56,9 @@ class Runs:
         seed = first
         following = itertools.islice(self._seeds[head_dim], SCHEDULES_A_FLEET - 1)
         try:
-            async with fleet(self._transport, head_dim) as made:
+            async with fleet(self._transport, head_dim, self._several) as made:
                 for seed in itertools.chain([first], following):
-                    await made.run(draw(seed))
+                    await made.run(draw(seed, self._several))
                     self.done += 1
                     if self.done % 500 == 0:
                         print(f"{self.done} of {self._schedules} after {self.seconds:.0f} s", flush=True)
@@ -65,8 +66,8 @@ class Runs:
         except Exception:
             self.failed.append(seed)
             traceback.print_exc()
-            again = f"--transport {self._transport} --seed {seed} --schedules 1"
-            print(f"FAILED: python {sys.argv[0]} {again}\n  {draw(seed)}", flush=True)
+            again = f"--transport {self._transport} --seed {seed} --schedules 1" + " --several" * self._several
+            print(f"FAILED: python {sys.argv[0]} {again}\n  {draw(seed, self._several)}", flush=True)
 
     @property
     def seconds(self) -> float:
@@ -78,11 +79,12 @@ async def main() -> int:
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", default="tcp", help="tcp or local: what works between engines of one process")
+    parser.add_argument("--several", action="store_true", help="agents of 1, 2 and 3 domains")
     parser.add_argument("--fleets", type=int, default=3, help="at the same time; each has its own agents")
     options = parser.parse_args()
     # Every fault has its log line.
     logging.basicConfig(level=logging.CRITICAL)
-    runs = Runs(options.schedules, options.seed, options.transport)
+    runs = Runs(options.schedules, options.seed, options.transport, options.several)
     await asyncio.gather(*(runs.fleets(number) for number in range(min(options.fleets, options.schedules))))
     for how, count in sorted(runs.outcomes.items()):
         print(f"{count:8}  {how}")

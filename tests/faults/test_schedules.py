@@ -6,10 +6,16 @@ from fault_schedules import HEAD_DIMS, run_schedules
 
 
 @pytest.mark.parametrize(
-    ("transport", "head_dim"), [("tcp", HEAD_DIMS[0]), ("tcp", HEAD_DIMS[1]), ("local", HEAD_DIMS[1])]
+    ("transport", "head_dim", "several"),
+    [
+        ("tcp", HEAD_DIMS[0], False),
+        ("tcp", HEAD_DIMS[1], False),
+        ("tcp", HEAD_DIMS[1], True),
+        ("local", HEAD_DIMS[1], False),
+    ],
 )
-async def test_whatever_fails_every_page_is_accounted_for(transport, head_dim):
-    outcomes = await run_schedules(range(40), transport, head_dim)
+async def test_whatever_fails_every_page_is_accounted_for(transport, head_dim, several):
+    outcomes = await run_schedules(range(40), transport, head_dim, several)
     # The selection is worth something only if it sees each kind of end.
     for how in ("receiver: full", "sender: done", "sender: WRITE_FAILED", "receiver: CANCELLED_BY_SENDER"):
         assert outcomes[how] > 0, outcomes

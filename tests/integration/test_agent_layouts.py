@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from baton.v1 import agent_pb2, agent_pb2_grpc
 
 from agent_kit import worker
 from agent_processes import Agent, agents
@@ -15,6 +16,7 @@ from baton_kv.layout import Order, PageLayout
 from baton_kv.plan import chunk_pages, common_page_size, expected_extents
 from baton_kv.shards import ShardMap
 from baton_memory import Handoff, LayerCounter, SharedMemory, hand_over
+from baton_rpc import open_channel
 from fabric_harness import fabrics
 from kv_sides import DIM, Side, tokens_of
 
@@ -26,6 +28,17 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[Agent]]:
     """A prefill and a decode node's agent, which serve one pair of workers after the other."""
     # Not tmp_path: the paths of unix sockets must be short.
     with tempfile.TemporaryDirectory(prefix="bt-") as path, agents(Path(path), request.param, "p", "d") as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[list[Agent]]:
+    """Two agents with 2 and 3 domains."""
+    domains = {"p": "127.0.0.2+127.0.0.3", "d": "127.0.0.4+127.0.0.5+127.0.0.6"}
+    with (
+        tempfile.TemporaryDirectory(prefix="bt-") as path,
+        agents(Path(path), "tcp", "p", "d", domains=domains) as both,
+    ):
         yield both
 
 
@@ -121,6 +134,33 @@ async def test_caches_over_several_regions(pair: list[Agent], case: str, splits:
 @pytest.mark.parametrize("case", ["smaller pages, 2 ranks of 2 and 1 heads into 3", "latent, larger pages"])
 async def test_one_data_parallel_rank_of_several_on_either_side(pair: list[Agent], case: str) -> None:
     await transfer(pair, *CASES[case], ([LAYERS], [2, 1]), ((1, 2), (2, 3)))
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_every_token_arrives_over_several_domains(several: list[Agent], case: str) -> None:
+    prefill, decode = several
+    await transfer(several, *CASES[case], ([LAYERS], [2, 1]))
+    writes = [domain.writes for domain in await domains_of(prefill)]
+    arrived = [domain.immediates for domain in await domains_of(decode)]
+    assert sum(writes) == sum(arrived)
+    assert all(writes), "each domain had its turn"
+    assert all(arrived)
+
+
+async def test_agents_say_what_they_have_open(several: list[Agent]) -> None:
+    found = await domains_of(several[1])
+    assert [domain.name for domain in found] == ["127.0.0.4", "127.0.0.5", "127.0.0.6"]
+    for domain in found:
+        assert domain.address == domain.name
+        assert domain.provider
+        assert list(domain.serves)[-1] == "host"
+
+
+async def domains_of(agent: Agent) -> list[agent_pb2.FabricDomain]:
+    async with open_channel(agent.target) as channel:
+        request = agent_pb2.DescribeRequest()
+        answer = await agent_pb2_grpc.TransferAgentStub(channel).Describe(request, wait_for_ready=True)
+        return list(answer.domains)
 
 
 async def transfer(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_fabric.assignment import Choice, DomainGroup, assign
+from baton_agent.domains import Domains
+from baton_fabric.assignment import Choice, DomainGroup, assign, groups_of_agent
 from baton_fabric.errors import FabricError
 from baton_fabric.topology import Distance, Topology, parse_cpulist, read_topology
 from sysfs_trees import (
@@ -348,3 +349,38 @@ def test_every_gpu_has_a_nic_and_every_nic_is_used(gpus: int, nics: int) -> None
     assert max(map(len, chosen)) - min(map(len, chosen)) <= 1
     uses = [used.count(f"mlx5_{index}") for index in range(nics)]
     assert max(uses) - min(uses) <= 1
+
+
+# --- what an agent opens ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transport", "node", "expected"),
+    [
+        ("tcp", "127.0.0.1", ["127.0.0.1"]),
+        ("auto", "10.0.0.2", ["10.0.0.2"]),
+        ("verbs", "127.0.0.1", [f"mlx5_{number}" for number in range(8)]),
+        ("efa", "localhost", [f"mlx5_{number}" for number in range(8)]),
+        ("verbs", "10.0.0.2", ["10.0.0.2"]),
+    ],
+)
+def test_an_agent_opens_the_nearest_devices_over_rdma_unless_an_address_chooses(
+    tmp_path: Path, transport: str, node: str, expected: list[str]
+) -> None:
+    dual_socket(tmp_path)
+    found = groups_of_agent(read_topology(tmp_path), transport, node)
+    domains = Domains.of_groups(found)
+    assert sorted(domains.names) == expected
+    assert sorted(domains.host) == list(range(len(expected)))
+
+
+def test_a_domain_has_one_number_whoever_it_serves(tmp_path: Path) -> None:
+    dual_socket(tmp_path)
+    override = {"0": ["10.0.0.2", "10.0.1.2"], "1": ["10.0.1.2"], "host": ["10.0.2.2"]}
+    domains = Domains.of_groups(groups_of_agent(read_topology(tmp_path), "tcp", "10.0.0.1", override))
+    assert domains.names == ("10.0.0.2", "10.0.1.2", "10.0.0.1", "10.0.2.2")
+    assert (domains.of_gpu("0000:13:00.0"), domains.of_gpu("0000:23:00.0")) == ((0, 1), (1,))
+    assert domains.of_gpu("0000:33:00.0") == (2,)
+    assert domains.of_gpu("0000:ff:00.0") == domains.host == (3,)
+    assert domains.served_by(1) == ["0000:13:00.0", "0000:23:00.0"]
+    assert domains.served_by(3) == ["host"]
