@@ -21,11 +21,7 @@ def timeline_rows(timeline: common_pb2.Timeline, usage: common_pb2.Usage) -> lis
         Row("reserve pages", timeline.reserve_us),
     ]
     if timeline.decode_cached_tokens:
-        rows.append(Row("prefix cache", None, f"{_count(timeline.decode_cached_tokens, 'token')} at the decode worker"))
-    if timeline.prefill_cached_tokens:
-        rows.append(
-            Row("prefix cache", None, f"{_count(timeline.prefill_cached_tokens, 'token')} at the prefill worker")
-        )
+        rows.append(_cached(timeline.decode_cached_tokens, "decode"))
     if timeline.local_prefill:
         rows.append(Row("prefill", None, "computed by the decode worker itself"))
     elif timeline.prefill_worker:
@@ -33,6 +29,8 @@ def timeline_rows(timeline: common_pb2.Timeline, usage: common_pb2.Usage) -> lis
         rows.append(Row("prefill queue", timeline.prefill_queue_us, f"at {timeline.prefill_worker}{retries}"))
     else:
         rows.append(Row("prefill", None, "nothing to compute before the last prompt token"))
+    if timeline.prefill_cached_tokens:
+        rows.append(_cached(timeline.prefill_cached_tokens, "prefill"))
     for number, chunk in enumerate(timeline.chunks, 1):
         rate = f", {chunk.tokens * 1e6 / chunk.compute_us:,.0f} tokens/s" if chunk.compute_us else ""
         rows.append(Row(f"prefill compute, chunk {number}", chunk.compute_us, f"{chunk.tokens} tokens{rate}"))
@@ -45,6 +43,10 @@ def timeline_rows(timeline: common_pb2.Timeline, usage: common_pb2.Usage) -> lis
         rate = f"{1e6 / timeline.inter_token_us:,.1f} tokens/s, {usage.completion_tokens} tokens"
         rows.append(Row("inter-token latency", timeline.inter_token_us, rate))
     return rows
+
+
+def _cached(tokens: int, role: str) -> Row:
+    return Row("prefix cache", None, f"{_count(tokens, 'token')} at the {role} worker")
 
 
 def _transfer_rows(transfer: common_pb2.TransferStats) -> list[Row]:

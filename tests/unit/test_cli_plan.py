@@ -128,6 +128,19 @@ def test_the_timeline_as_rows():
     assert rows["inter-token latency"].note == "25.0 tokens/s, 9 tokens"
 
 
+def test_cached_tokens_are_told_by_where_they_were():
+    timeline = common_pb2.Timeline(
+        decode_cached_tokens=48, prefill_worker="prefill-0", prefill_cached_tokens=1, first_decode_step_us=1
+    )
+    rows = [(row.step, row.note) for row in timeline_rows(timeline, common_pb2.Usage())]
+    assert rows[2:6] == [
+        ("reserve pages", ""),
+        ("prefix cache", "48 tokens at the decode worker"),
+        ("prefill queue", "at prefill-0"),
+        ("prefix cache", "1 token at the prefill worker"),
+    ]
+
+
 def test_a_timeline_without_a_transfer():
     local = [row.step for row in timeline_rows(common_pb2.Timeline(local_prefill=True), common_pb2.Usage())]
     short = [row.step for row in timeline_rows(common_pb2.Timeline(), common_pb2.Usage())]
