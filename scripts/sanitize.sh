@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds the native core with sanitizers, beside the one that runs, and puts it through its tests.
+# Builds the native cores with sanitizers, beside those that run, and puts them through their tests.
 #
 #   scripts/sanitize.sh address|thread             a minute or so: stress, and the core's tests in Python
 #   scripts/sanitize.sh address|thread SECONDS     stress alone, for so long over each transport
 #
 # address includes undefined behaviour and leaks. libfabric itself is not instrumented. The stress is
-# tests/native/fabric_stress.cpp.
+# tests/native/fabric_stress.cpp, and group_stress.cpp for the collectives of an engine's ranks.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -38,7 +38,7 @@ say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 say "building the native core with the $KIND sanitizer"
 cmake -S . -B "$BUILD" -G Ninja -DBATON_SANITIZE="$KIND" -DCMAKE_BUILD_TYPE=None \
     -DPython_EXECUTABLE="$PWD/.venv/bin/python" >"$BUILD.log" 2>&1 || { cat "$BUILD.log" >&2 && exit 1; }
-ninja -C "$BUILD" --quiet fabric_stress _native
+ninja -C "$BUILD" --quiet fabric_stress group_stress _native
 
 # Reports go to files, so that those of child processes are seen too.
 rm -rf "$REPORTS" && mkdir -p "$REPORTS"
@@ -53,6 +53,9 @@ for transport in local tcp auto; do
     say "stress over $transport"
     "$NATIVE/fabric_stress" "$transport" "${SECONDS_EACH:-6}" || status=1
 done
+
+say "stress of the ranks' collectives"
+"$BUILD/libs/baton_engine/native/group_stress" "${SECONDS_EACH:-6}" || status=1
 
 if [ -z "$SECONDS_EACH" ]; then
     say "${TESTS[*]}"

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(BATON_ONE_WIDTH)
 // The loops are the same, so are their results: only the width differs.
 #define BATON_WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
