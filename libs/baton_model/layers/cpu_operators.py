@@ -11,6 +11,8 @@ from .operators import Operators
 class CpuOperators(Operators):
     """For float32 and bfloat16. All compute in float32 and round once."""
 
+    captured = False
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
