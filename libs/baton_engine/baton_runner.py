@@ -33,9 +33,7 @@ def load_model(spec: EngineSpec, progress: Progress, group: RankGroup = SOLO) ->
         return BatonRunner(model, name, identity)
     from baton_engine.gpu_runner import GpuRunner
 
-    # Experts are found by looking at what the router chose, which a graph can't wait for.
-    graphs = spec.graphs and model.config.experts is None
-    return GpuRunner(model, name, identity, platform.attention, graph_batch=spec.max_batch if graphs else 0)
+    return GpuRunner(model, name, identity, platform.attention, graph_batch=spec.max_batch if spec.graphs else 0)
 
 
 class BatonRunner:

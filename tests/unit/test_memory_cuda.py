@@ -27,6 +27,7 @@ from baton_memory.cuda import (
     NoGpu,
     open_driver,
 )
+from baton_memory.cuda.driver import BINDINGS
 from baton_memory.cuda.layer_counter import STORE_LAYER_PTX
 from baton_memory.cuda.memory import round_up
 from fake_cuda import GRANULARITY, CUdevice_attribute, CUresult, Machine, Process
@@ -383,6 +384,27 @@ def test_the_recording_driver_has_the_names_values_and_parameters_of_the_real_bi
             depth += (character in "[(") - (character in ")]")
             count += character == "," and depth == 0
         assert count == parameters, line
+
+
+def test_the_real_bindings_take_the_arguments_of_the_moving_counter(process):
+    """They convert before they look for the driver, and say TypeError where they can't."""
+    real = pytest.importorskip(BINDINGS)
+    try:
+        open_driver()
+    except NoGpu:
+        pass
+    else:
+        pytest.skip("there is a driver here, which would take the addresses seriously")
+    moved = CudaLayerCounter(device(process))
+    moved.begin(0, 300)
+    moved.store(0, 1)
+    moved.close()
+    calls = [call for call in process.calls if not call.name.startswith("cuCtx")]
+    assert {"cuModuleLoadData", "cuMemAlloc", "cuLaunchKernel", "cuStreamWriteValue64"} <= {call.name for call in calls}
+    for call in calls:
+        with pytest.raises(Exception) as refused:
+            getattr(real, call.name)(*call.arguments)
+        assert not isinstance(refused.value, TypeError), call.name
 
 
 def test_without_a_driver_the_real_bindings_say_no_gpu():

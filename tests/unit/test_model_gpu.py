@@ -17,6 +17,7 @@ from baton_model.loaders import load_model
 from baton_model.model import Model
 from baton_model.platform import Platform, cpu_platform, cuda_platform, flashinfer_platform
 from recorded_graph import RecordedGraph
+from small_deepseek import SmallDeepseek
 from small_models import SmallModel
 
 PAGES, PAGE_SIZE = 40, 4
@@ -44,7 +45,8 @@ def model(checkpoint) -> Model:
 
 def cache_of(model: Model, order="HND"):
     shape = model.cache_shape
-    size = shape.layers * PAGES * 2 * shape.kv_heads * PAGE_SIZE * shape.head_dim * 4
+    planes = 1 if shape.latent else 2
+    size = shape.layers * PAGES * planes * shape.kv_heads * PAGE_SIZE * shape.head_dim * 4
     buffer = torch.zeros(size, dtype=torch.uint8)
     return open_cache(buffer, shape, order=order, pages=PAGES, page_size=PAGE_SIZE, dtype=model.dtype)
 
@@ -89,6 +91,21 @@ def test_a_replayed_graph_computes_what_a_pass_does_whatever_it_was_captured_wit
         for i in chosen:
             lengths[i] += 1
     torch.testing.assert_close(ours.tensor, theirs.tensor, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("small", [SmallModel(family="qwen3_moe"), SmallDeepseek()], ids=["qwen3_moe", "deepseek"])
+def test_experts_and_latent_caches_are_captured_too(tmp_path, small):
+    """One graph, replayed for tokens that choose other experts."""
+    path = small.write_hugging_face(tmp_path)
+    reference, model = load_model(path, "float32"), load_model(path, "float32", stand_in())
+    ours, theirs = cache_of(model), cache_of(reference)
+    graphs = graphs_of(model, ours, [2], lambda layer: None)
+    for each in (ours, theirs):
+        each.tensor.zero_()
+    for past in range(6):
+        batch = ForwardBatch.build([([5 + 7 * past], past), ([60 - 5 * past], past)], [[3, 9], [6, 1]])
+        torch.testing.assert_close(graphs.run(batch), reference.forward(batch, theirs), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.tensor, theirs.tensor, atol=1e-4, rtol=1e-4)
 
 
 def test_chunks_are_not_for_graphs(model):
