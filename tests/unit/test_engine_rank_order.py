@@ -51,15 +51,20 @@ def test_a_slow_rank_holds_the_counter_back(model: SmallCheckpoint, slow: int, t
     engine = ThreadEngine(EngineSpec(model_path=str(model.write_hugging_face(tmp_path)), pages=8, page_size=4, ranks=3))
     lead, late = engine.executors[0], engine.executors[slow]
     layers, sums = late.layout.layers, Sums(engine)
-    cache = late._runner._cache  # type: ignore[attr-defined]
-    write, advance = cache.write, lead.counter.advance
+    model_of_late = late._runner._model  # type: ignore[attr-defined]
+    plan, advance = model_of_late.plan, lead.counter.advance
     at_write: list[int] = []
     at_advance: dict[int, list[bytes]] = {}
 
-    def write_late(layer: int, *arguments: object) -> None:
-        sums.wait_until_awaited(slow)
-        at_write.append(lead.counter.value())
-        write(layer, *arguments)
+    def plan_late(*arguments: object) -> object:
+        attend = plan(*arguments)
+
+        def attend_late(layer: int, *arguments: object) -> object:
+            sums.wait_until_awaited(slow)
+            at_write.append(lead.counter.value())
+            return attend(layer, *arguments)
+
+        return attend_late
 
     def held(layer: int) -> list[bytes]:
         size, buffer = late.layout.page_bytes, late.memory.buffer
@@ -71,7 +76,7 @@ def test_a_slow_rank_holds_the_counter_back(model: SmallCheckpoint, slow: int, t
             at_advance[value] = held(value - STEP * layers - 1)
         advance(value)
 
-    cache.write, lead.counter.advance = write_late, advance_and_look
+    model_of_late.plan, lead.counter.advance = plan_late, advance_and_look
     before = [held(layer) for layer in range(layers)]
     start = SequenceStart(1, PAGES, None)
     engine.run(StepPlan(STEP, (StepItem(1, 0, PROMPT, False, True),), (start,)))
