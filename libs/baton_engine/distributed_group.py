@@ -28,8 +28,9 @@ _LOADING = timedelta(hours=1)
 class DistributedGroup(RankGroup):
     """One rank's end. Tensors are on `device`; sums may be captured in CUDA graphs, gathers may not.
 
-    A rank that is gone, or another call, shows after `patience_s` at the earliest, and on a GPU only by the end of this
-    process: there a call returns once it is queued, and torch's watchdog ends a process that waits for too long.
+    On a GPU a call returns once it is queued, and so a rank that left a step, or is gone, leaves the others waiting
+    where no error can reach them. Whoever gave them the step ends those that don't come back from it
+    (`EngineClient.step`); if nobody does, torch's watchdog does after `patience_s`.
     """
 
     def __init__(
@@ -48,7 +49,6 @@ class DistributedGroup(RankGroup):
         self._patience = timedelta(seconds=patience_s)
         self._backend = backend
         self._store = dist.FileStore(f"/proc/self/fd/{rendezvous_fd}", ranks)  # type: ignore[attr-defined]
-        self._aborted = False
         if backend == "nccl":
             for name, value in NCCL_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
@@ -84,17 +84,6 @@ class DistributedGroup(RankGroup):
             parts = [torch.empty_like(padded) for _ in range(self.ranks)]
             dist.all_gather(parts, padded)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
-
-    def begin(self, step: int) -> None:
-        if self._aborted:
-            raise GroupBroken(
-                f"rank {self.rank} gave a step up, which ranks that combine through {self._backend} can't recover from",
-                rank=self.rank,
-                step=step,
-            )
-
-    def abort(self) -> None:
-        self._aborted = True
 
     @contextmanager
     def _guard(self, call: str) -> Iterator[None]:
