@@ -37,12 +37,17 @@ class Session:
         self.cancelled.append(transfer.transfer)
 
 
+# A step that was done before all others, in which what is cached was computed.
+DONE = -1
+
+
 def outgoing(session, number, tokens, prefix=0, page_size=4):
     return Outgoing(session, Transfer(number, asyncio.get_running_loop().create_future()), tokens, prefix, page_size)
 
 
 prompts = st.lists(
-    st.tuples(st.integers(2, 60), st.integers(0, 14), st.integers(0, 5)),  # tokens, prefix pages, arrival
+    # Tokens, pages of the prefix at the destination, pages that are cached here, arrival.
+    st.tuples(st.integers(2, 60), st.integers(0, 14), st.integers(0, 14), st.integers(0, 5)),
     min_size=1,
     max_size=5,
 )
@@ -56,39 +61,44 @@ def test_chunk_plans_cover_each_page_once_and_only_when_it_is_complete(prompts, 
         session = Session()
         sender = KvSender(BackgroundTasks())
         arrivals = {}
-        for number, (tokens, prefix_pages, arrival) in enumerate(prompts, 1):
+        for number, (tokens, prefix_pages, cached_pages, arrival) in enumerate(prompts, 1):
             prefix = min(prefix_pages, tokens // page_size) * page_size
-            arrivals.setdefault(arrival, []).append((number, tokens, prefix))
+            cached = min(cached_pages, (tokens - 1) // page_size) * page_size
+            arrivals.setdefault(arrival, []).append((number, tokens, prefix, cached))
         sent = {}
         computed = {}
         step = 0
         while arrivals or scheduler.running or scheduler.waiting:
-            for number, tokens, prefix in arrivals.pop(step, []):
+            for number, tokens, prefix, cached in arrivals.pop(step, []):
                 pages = range(-(-(tokens - 1) // page_size))
-                scheduler.add(Sequence(number, (0,) * tokens, tuple(pages), prefill_only=True))
                 sender.track(number, outgoing(session, number, tokens, prefix, page_size))
-                sent[number] = (Counter(), tokens, prefix, [])
+                if cached:
+                    sender.send_cached(outgoing(session, number, tokens, prefix, page_size), cached, DONE)
+                if cached < tokens - 1:
+                    scheduler.add(Sequence(number, (0,) * tokens, tuple(pages), computed=cached, prefill_only=True))
+                computed[number] = cached
+                sent[number] = (Counter(), tokens, prefix, cached, [])
             step += 1
             plan = scheduler.next_step()
-            if plan is None:
-                continue
-            sender.before_step(plan)
+            if plan is not None:
+                sender.before_step(plan)
+                for item in plan.items:
+                    computed[item.sequence_id] = item.end
             await settle(4)
-            for item in plan.items:
-                computed[item.sequence_id] = item.end
-            for _, chunks in session.steps:
+            for told, chunks in session.steps:
                 for chunk in chunks:
-                    counter, tokens, prefix, lasts = sent[chunk.transfer]
+                    counter, tokens, prefix, cached, lasts = sent[chunk.transfer]
                     assert not lasts, "nothing follows the last chunk"
                     for page in range(chunk.first_page, chunk.first_page + chunk.pages):
                         counter[page] += 1
                         # The page's last position is in the cache after this step.
                         end = min((page + 1 + prefix // page_size) * page_size, tokens - 1)
-                        assert end <= computed[chunk.transfer]
+                        assert end <= (cached if told == DONE else computed[chunk.transfer])
                     lasts += [True] * chunk.last
             session.steps.clear()
-            scheduler.complete(result_of(plan))
-        for counter, tokens, prefix, lasts in sent.values():
+            if plan is not None:
+                scheduler.complete(result_of(plan))
+        for counter, tokens, prefix, _, lasts in sent.values():
             assert counter == Counter(range(pages_to_transfer(tokens, prefix, page_size)))
             assert lasts == [True]
 
