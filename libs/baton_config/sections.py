@@ -174,7 +174,14 @@ class WorkerSettings(Section):
     kv_bytes: ByteSize = Field(
         default=ByteSize(1 << 30), description="Memory for the KV cache of each model process, such as 512MiB"
     )
-    chunk_tokens: PositiveInt = Field(default=512, description="Prompt tokens computed in one forward step at most")
+    chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="Prompt tokens computed in one forward step at most; by default as many as take chunk_ms, by a "
+        "measurement when the engine starts",
+    )
+    chunk_ms: PositiveFloat = Field(
+        default=500.0, description="How long a forward step with part of a prompt may take, unless chunk_tokens is set"
+    )
     max_batch: PositiveInt = Field(default=32, description="Requests in one forward step at most")
     max_waiting: PositiveInt = Field(default=256, description="Requests that wait for pages at most; more are refused")
     queue_timeout_s: PositiveFloat = Field(default=60.0, description="How long a request may wait for pages")

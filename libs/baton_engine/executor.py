@@ -42,6 +42,23 @@ def cache_layout(spec: EngineSpec, facts: ModelFacts) -> PageLayout:
     return dataclasses.replace(one_page, pages=pages)
 
 
+# Tokens of a probe: enough for the speed of long products, and 0.1 s of the default model on a slow core.
+_PROBE = 64
+# The fastest of these counts: what else runs on the machine only ever adds time.
+_PROBES = 2
+# Below the first, products are no longer efficient; beyond the second, larger chunks are no faster.
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 32, 4096
+
+
+def chunk_for(chunk_s: float, tokens: int, seconds: float) -> int:
+    """The largest power of two of tokens that takes `chunk_s` at most where `tokens` of them take `seconds`, within
+    [32, 4096]."""
+    chunk = _SMALLEST_CHUNK
+    while chunk < _LARGEST_CHUNK and 2 * chunk * seconds <= chunk_s * tokens:
+        chunk *= 2
+    return chunk
+
+
 class Executor:
     """One rank's model, cache and layer counter.
 
@@ -74,6 +91,22 @@ class Executor:
                 Batch([0] * tokens, range(tokens), [tokens], [tokens], [[0]], [tokens - 1]), lambda layer: None
             )
         self._place.prepare(self._runner)
+
+    def measure_chunk(self, chunk_s: float) -> int:
+        """How many tokens of a prompt take `chunk_s` seconds at most, by what a few take now; all ranks do it together.
+
+        A power of two, so that it is the same from start to start; see `chunk_for`.
+        """
+        tokens = min(_PROBE, self._runner.facts.max_model_len)
+        pages = [0] * -(-tokens // self.layout.page_size)
+        batch = Batch([0] * tokens, range(tokens), [tokens], [tokens], [pages], [])
+        seconds = []
+        for _ in range(_PROBES):
+            begin = time.perf_counter()
+            self._runner.forward(batch, lambda layer: None)
+            self._place.finish()
+            seconds.append(time.perf_counter() - begin)
+        return chunk_for(chunk_s, tokens, min(seconds))
 
     def run(self, plan: StepPlan, started_ns: int) -> StepResult:
         """Runs a step, as all ranks do. Raises whatever the model raises, SequenceInvalid, NonFiniteLogits, and

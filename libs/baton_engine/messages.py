@@ -31,6 +31,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     `role` names the process in its log lines.
     `device`: cuda has a GPU for each rank: the one that `gpus` names for its number in the worker, or of that number.
     There, `graphs` has decodes of up to `max_batch` captured in CUDA graphs.
+    `chunk_s`: how long a step with part of a prompt may take: `EngineInfo.chunk_tokens` is measured from it; None: not.
     `patience_s`: a rank that comes to a sum this much later than another is stuck; all begin a step within milliseconds
     of each other and do the same, and the slowest step seen took 3 s.
     `rank` of `ranks` tensor-parallel ranks, which together are one engine; `data_parallel`: engines of the worker, each
@@ -51,6 +52,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     cpus: tuple[int, ...] = ()
     own_cpus: bool = True
     max_batch: int = 32
+    chunk_s: float | None = None
     role: str = "engine"
     rank: int = 0
     ranks: int = 1
@@ -64,7 +66,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_heads` and `head_dim` are those of the whole model, of which a rank has its share; `pages` are the same on all
     ranks. `max_model_len` counts prompt and generated tokens. A rank's cache is one region `[layers, pages, page]`, its
-    pages as `baton_kv.layout.PageLayout` says of `order`.
+    pages as `baton_kv.layout.PageLayout` says of `order`. `chunk_tokens`: prompt tokens that take
+    `EngineSpec.chunk_s`, as measured when the process started; None if that was not asked for.
     """
 
     model: str
@@ -82,6 +85,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Dtype
     max_batch: int
     pid: int
+    chunk_tokens: int | None = None
     rank: int = 0
     ranks: int = 1
 

@@ -136,10 +136,11 @@ class ModelProcess:
         self._send(Loading("warm-up", 0.95))
         group.meet()
         executor.warm_up()
+        chunk_tokens = None if spec.chunk_s is None else executor.measure_chunk(spec.chunk_s)
         # What is alive now stays so; the collector need not walk it again in the middle of a step.
         gc.collect()
         gc.freeze()
-        return executor, describe(spec, runner.facts, layout)
+        return executor, describe(spec, runner.facts, layout, chunk_tokens)
 
     def _step(self, plan: StepPlan) -> None:
         started_ns = time.monotonic_ns()
@@ -196,7 +197,7 @@ def _load_checkpoint(spec: EngineSpec, progress: Progress, group: RankGroup) -> 
     return load_model(spec, progress, group)
 
 
-def describe(spec: EngineSpec, facts: ModelFacts, layout: PageLayout) -> EngineInfo:
+def describe(spec: EngineSpec, facts: ModelFacts, layout: PageLayout, chunk_tokens: int | None = None) -> EngineInfo:
     """What a process says of what it has loaded."""
     return EngineInfo(
         model=facts.model,
@@ -214,6 +215,7 @@ def describe(spec: EngineSpec, facts: ModelFacts, layout: PageLayout) -> EngineI
         dtype=spec.dtype,
         max_batch=spec.max_batch,
         pid=os.getpid(),
+        chunk_tokens=chunk_tokens,
         rank=spec.rank,
         ranks=spec.ranks,
     )

@@ -34,7 +34,7 @@ class EngineHost:
         self,
         spec: EngineSpec,
         *,
-        chunk_tokens: int,
+        chunk_tokens: int | None,
         max_waiting: int,
         start_timeout_s: float,
         prefix_cache: bool = False,
@@ -42,7 +42,7 @@ class EngineHost:
         on_change: Callable[[], None],
         on_step: Callable[[StepPlan, StepResult], None] | None = None,
     ) -> None:
-        """`on_change`: `alive` may answer differently now."""
+        """`chunk_tokens` None: what the engine measured. `on_change`: `alive` may answer differently now."""
         self._spec = spec
         self._chunk_tokens = chunk_tokens
         self._max_waiting = max_waiting
@@ -120,14 +120,24 @@ class EngineHost:
             raise
         self._alive = True
         self._on_change()
-        log.info("engine ready: %s, %d pages of %d tokens", self.info.model, self.info.pages, self.info.page_size)
+        log.info(
+            "engine ready: %s, %d pages of %d tokens, prompts in chunks of %d",
+            self.info.model,
+            self.info.pages,
+            self.info.page_size,
+            self._chunk,
+        )
+
+    @property
+    def _chunk(self) -> int:
+        chunk_tokens = self._chunk_tokens or self.info.chunk_tokens
+        assert chunk_tokens is not None, "neither given nor measured"
+        return chunk_tokens
 
     async def _begin(self) -> None:
         self._names = PrefixNames(self.info)
         self.reserver = PageReserver(PagePool(self.info.pages), self._max_waiting)
-        scheduler = Scheduler(
-            chunk_tokens=self._chunk_tokens, max_batch=self.info.max_batch, page_size=self.info.page_size
-        )
+        scheduler = Scheduler(chunk_tokens=self._chunk, max_batch=self.info.max_batch, page_size=self.info.page_size)
         self.actor = EngineActor(self.client, scheduler, self.reserver, self._hooks, self._on_step)
         await self.actor.start()
 

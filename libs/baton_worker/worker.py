@@ -169,6 +169,7 @@ class Worker:
             threads=section.threads or len(section.cpus) or len(os.sched_getaffinity(0)),
             cpus=section.cpus,
             max_batch=section.max_batch,
+            chunk_s=None if section.chunk_tokens else section.chunk_ms / 1e3,
             role=self.kind,
             ranks=section.tensor_parallel,
         )
