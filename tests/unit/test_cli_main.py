@@ -38,6 +38,18 @@ def test_the_documentation_names_every_section():
         assert path in output
 
 
+def test_workers_are_told_how_many_model_processes_and_engines(monkeypatch):
+    told = {}
+    monkeypatch.setattr(
+        "baton_cli.main.run_service", lambda command, settings, parent: told.update({command: settings})
+    )
+    for arguments in (["prefill-worker", "--tp", "3"], ["decode-worker", "--tp", "2", "--dp", "4"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert told["prefill-worker"].prefill.tensor_parallel == 3
+    decode = told["decode-worker"].decode
+    assert (decode.tensor_parallel, decode.data_parallel) == (2, 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "status"),
     [
