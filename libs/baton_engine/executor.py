@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from baton_engine.errors import SequenceInvalid, SpecInvalid
 from baton_engine.messages import ELEMENT_SIZES, EngineSpec, SequenceStart, StepItem, StepPlan, StepResult
@@ -14,6 +16,9 @@ from baton_engine.sampler import Draw
 from baton_kv.layout import PageLayout
 from baton_kv.shards import head_slices
 from baton_model.parallel import SOLO, RankGroup
+
+if TYPE_CHECKING:
+    import torch
 
 
 def cache_layout(spec: EngineSpec, facts: ModelFacts) -> PageLayout:
@@ -117,30 +122,16 @@ class Executor:
         """
         self._group.begin(plan.step)
         try:
-            return self._run(plan, started_ns)
+            logits, forward_ns, layer_ends = self._forward(plan)
         except BaseException:
             self._group.abort()
+            # A device may still be writing what was queued, and with this answer the pages become somebody else's. And a
+            # sum that the other ranks did not come to must not be joined in by the next step's.
+            with contextlib.suppress(Exception):
+                self._place.finish()
             raise
-
-    def _run(self, plan: StepPlan, started_ns: int) -> StepResult:
-        layers = self.layout.layers
-        for sequence_id in plan.releases:
-            self._sequences.pop(sequence_id, None)
-        for start in plan.starts:
-            self._sequences[start.sequence_id] = start
-        base = plan.step * layers
-        self._place.begin(base)
-        self._advance(base)
-        batch = self._batch(plan)
-        layer_ends: list[int] = []
-        forward_ns = time.monotonic_ns()
-        logits = self._runner.forward(batch, self._on_layer(plan, base, layer_ends))
-        self._place.finish()
-        self._advance(base + layers)
         forwarded_ns = time.monotonic_ns()
-        if self._place.on_layer is not None:
-            # The device knows when each layer was done, and is not asked.
-            layer_ends = [forwarded_ns] * layers
+        # No rank waits for another any more: what goes wrong from here on is not the group's.
         draws = [
             Draw(sampling, item.end)
             for item in plan.items
@@ -155,8 +146,27 @@ class Executor:
             forward_ns,
             forwarded_ns,
             time.monotonic_ns(),
-            tuple(layer_ends),
+            # Where a device moves the counter, it knows when each layer was done, and is not asked.
+            tuple(layer_ends) or (forwarded_ns,) * self.layout.layers,
         )
+
+    def _forward(self, plan: StepPlan) -> tuple[torch.Tensor, int, list[int]]:
+        """The logits that are to be drawn from, when the pass began, and when each layer ended, if that is known."""
+        layers = self.layout.layers
+        for sequence_id in plan.releases:
+            self._sequences.pop(sequence_id, None)
+        for start in plan.starts:
+            self._sequences[start.sequence_id] = start
+        base = plan.step * layers
+        self._place.begin(base)
+        self._advance(base)
+        batch = self._batch(plan)
+        layer_ends: list[int] = []
+        forward_ns = time.monotonic_ns()
+        logits = self._runner.forward(batch, self._on_layer(plan, base, layer_ends))
+        self._place.finish()
+        self._advance(base + layers)
+        return logits, forward_ns, layer_ends
 
     def _advance(self, value: int) -> None:
         if self._group.rank == 0 and self.counter.value() < value:

@@ -19,6 +19,11 @@ from baton_worker.reservation import PageReserver
 
 log = logging.getLogger(__name__)
 
+# After so many failed steps without one that was done in between, the engine is taken for broken: a device that has
+# faulted fails every step from then on, and so do ranks that can't find together again. Prompts that make a model fail
+# come one at a time, between others that it can compute.
+MAX_FAILURES_IN_A_ROW = 5
+
 
 class StepHooks(Protocol):
     """What a worker does around a step."""
@@ -72,7 +77,8 @@ class SequenceStream:
 
 @dataclass
 class _Live:
-    """A sequence from its submission to its end. `chain`: of its prompt, without a prefix cache None."""
+    """A sequence from its submission to its end. `chain`: of its prompt; None without a prefix cache, and once a step
+    with it has failed: nothing of it is offered then."""
 
     sequence: Sequence
     owner: Hashable
@@ -153,6 +159,7 @@ class EngineActor(Actor):
         self._hooks = hooks
         self._live: dict[int, _Live] = {}
         self._step: asyncio.Task[None] | None = None
+        self._failures_in_a_row = 0
 
     def submit(self, sequence: Sequence, owner: Hashable, chain: PageChain | None = None) -> SequenceStream:
         """Hands a sequence and its pages' owner over: from now on the owner's hold is released by this actor.
@@ -208,6 +215,7 @@ class EngineActor(Actor):
     @handles
     async def _on_step_done(self, message: _StepDone) -> None:
         self.steps_done += 1
+        self._failures_in_a_row = 0
         self.last_step = message.plan.step
         updates = self.scheduler.complete(message.result)
         # The next step runs while the tokens of this one are on their way.
@@ -219,8 +227,16 @@ class EngineActor(Actor):
     @handles
     async def _on_step_failed(self, message: _StepFailed) -> None:
         log.error("%s", message.error)
+        for item in message.plan.items:
+            live = self._live[item.sequence_id]
+            # Perhaps it failed of what is in the pages: nobody else shall, from now on.
+            self._reserver.forget(live.sequence.pages)
+            live.chain = None
         await self._hooks.after_failed_step(message.plan)
         self._deliver(self.scheduler.fail(message.plan.step), None)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise EngineError(f"{self._failures_in_a_row} steps in a row failed; the last one: {message.error}")
         self._begin_step()
 
     @handles
@@ -260,11 +276,7 @@ class EngineActor(Actor):
                     self._keep(live)
             elif isinstance(update, Finished):
                 del self._live[update.sequence_id]
-                if update.reason is FinishReason.FAILED:
-                    # Perhaps it failed of what is in the pages: nobody else shall.
-                    self._reserver.forget(live.sequence.pages)
-                else:
-                    self._keep(live, prefilled=update.reason is FinishReason.PREFILLED)
+                self._keep(live, prefilled=update.reason is FinishReason.PREFILLED)
                 self._reserver.release(live.owner)
             live.stream.put(Event(update, step))
 

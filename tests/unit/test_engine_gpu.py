@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from baton_engine.baton_runner import load_model
-from baton_engine.errors import EngineError, SpecInvalid
+from baton_engine.errors import EngineError, NonFiniteLogits, SpecInvalid
 from baton_engine.executor import Executor, cache_layout
 from baton_engine.group_memory import open_group
 from baton_engine.messages import EngineSpec, Sampling, SequenceStart, StepItem, StepPlan
 from baton_engine.place import gpu_of
 from baton_model.errors import DeviceUnavailable
+from baton_model.parallel import Solo
 from host_as_gpu import StreamGpu, gpu_place, gpu_runner
 from small_models import SmallModel
 
@@ -121,6 +122,48 @@ def test_a_step_that_failed_is_passed_over(spec, checkpoint, stack, monkeypatch)
     assert executor.counter.value() == 4 * LAYERS
     executor.run(StepPlan(5, (StepItem(0, 0, (1, 2), True, True),)), 0)
     assert executor.counter.value() == 6 * LAYERS
+
+
+class Group(Solo):
+    def __init__(self, happened: list[str]) -> None:
+        self._happened = happened
+
+    def abort(self) -> None:
+        self._happened.append("aborted")
+
+
+def test_a_failed_step_is_told_only_when_the_device_is_done_with_what_was_queued(spec, checkpoint, stack, monkeypatch):
+    """The pages are somebody else's from then on, and other ranks may be what the device waits for."""
+    runner, gpu, happened = gpu_runner(checkpoint, 0), StreamGpu(), []
+    layout = cache_layout(spec, runner.facts)
+    place = stack.enter_context(gpu_place(layout.region_bytes, gpu))
+    executor = Executor(runner, layout, Group(happened), place)
+
+    def fails(batch, on_layer):
+        on_layer(0)
+        happened.append("queued")
+        raise EngineError("as asked")
+
+    def finish():
+        happened.append("done")
+        raise RuntimeError("the device is broken, too")
+
+    monkeypatch.setattr(runner, "forward", fails)
+    monkeypatch.setattr(place, "finish", finish)
+    with pytest.raises(EngineError, match="as asked"):
+        executor.run(StepPlan(0, (StepItem(0, 0, (1, 2), True, True),), (SequenceStart(0, (1,), GREEDY),)), 0)
+    assert happened == ["queued", "aborted", "done"]
+
+
+def test_tokens_that_cannot_be_drawn_are_no_failure_of_the_group(spec, checkpoint, monkeypatch):
+    """No rank waits for another any more."""
+    runner, happened = load_model(spec, lambda *_: None), []
+    executor = Executor(runner, cache_layout(spec, runner.facts), Group(happened))
+    forward = runner.forward
+    monkeypatch.setattr(runner, "forward", lambda *given: forward(*given) * float("nan"))
+    with pytest.raises(NonFiniteLogits):
+        executor.run(StepPlan(0, (StepItem(0, 0, (1, 2), True, True),), (SequenceStart(0, (1,), GREEDY),)), 0)
+    assert happened == []
 
 
 def test_each_rank_of_the_worker_has_the_gpu_of_its_number(spec):

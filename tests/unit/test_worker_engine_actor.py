@@ -6,7 +6,8 @@ from baton_engine.errors import EngineError, SequenceInvalid
 from baton_engine.messages import FinishReason
 from baton_engine.scheduler import Finished, NewTokens, PrefillAdvanced, Scheduler, Sequence
 from baton_kv.pool import PagePool, UnknownOwner
-from baton_worker.engine_actor import EngineActor, NoHooks
+from baton_kv.prefix import PageChain
+from baton_worker.engine_actor import MAX_FAILURES_IN_A_ROW, EngineActor, NoHooks
 from baton_worker.errors import EngineUnavailable, StepFailed
 from baton_worker.reservation import PageReserver
 from conditions import settle, until
@@ -177,6 +178,52 @@ async def test_cancelled_in_a_step_that_fails_it_ends_as_cancelled(rig):
     rig.engine.fail()
     assert [event.update for event in await collect(stream)] == [Finished(1, FinishReason.CANCELLED)]
     assert rig.reserver.released == [1]
+
+
+async def test_what_a_failed_step_had_in_its_pages_is_offered_to_nobody_from_then_on(rig):
+    prompt = tuple(range(9))
+    chain = PageChain(b"root", 4, prompt[:-1])
+    rig.engine.automatic = True
+    pages = (await rig.reserver.reserve(1, 3, None, chain)).pages
+    await collect(rig.actor.submit(Sequence(1, prompt, pages, max_tokens=1), 1, chain))
+    assert rig.reserver.pool.match(chain.keys) == list(pages[:2])
+    rig.engine.automatic = False
+    rig.hooks.hold = asyncio.Event()
+    reservation = await rig.reserver.reserve(2, 3, None, chain)
+    stream = rig.actor.submit(Sequence(2, prompt, reservation.pages, computed=8, max_tokens=1), 2, chain)
+    await until(lambda: rig.engine.running)
+    rig.actor.cancel(2)
+    rig.engine.fail()
+    await until(lambda: rig.hooks.failed)
+    # Also while the step's transfers are being ended, and though nobody waits for the sequence any more.
+    assert rig.reserver.pool.match(chain.keys) == []
+    rig.hooks.hold.set()
+    assert [event.update for event in await collect(stream)] == [Finished(2, FinishReason.CANCELLED)]
+    assert rig.reserver.pool.kept == 0 and rig.reserver.pool.free == 16
+
+
+async def test_an_engine_of_which_every_step_fails_is_given_up(rig):
+    async def fail(number):
+        stream = await rig.submit(number)
+        await until(lambda: rig.engine.running)
+        rig.engine.fail()
+        return stream
+
+    for number in range(MAX_FAILURES_IN_A_ROW - 1):
+        with pytest.raises(StepFailed):
+            await collect(await fail(number))
+    stream = await rig.submit(100, max_tokens=1)
+    await until(lambda: rig.engine.running)
+    rig.engine.finish()
+    await collect(stream)
+    for number in range(101, 100 + MAX_FAILURES_IN_A_ROW):
+        with pytest.raises(StepFailed):
+            await collect(await fail(number))
+    assert rig.actor.running
+    with pytest.raises(StepFailed):
+        await collect(await fail(200))
+    with pytest.raises(EngineError, match=f"{MAX_FAILURES_IN_A_ROW} steps in a row failed"):
+        await asyncio.wait_for(rig.actor.join(), 5)
 
 
 async def test_what_the_scheduler_refuses_is_told_to_its_stream_alone(rig):
