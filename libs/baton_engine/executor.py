@@ -125,8 +125,8 @@ class Executor:
             logits, forward_ns, layer_ends = self._forward(plan)
         except BaseException:
             self._group.abort()
-            # A device may still be writing what was queued, and with this answer the pages become somebody else's. And a
-            # sum that the other ranks did not come to must not be joined in by the next step's.
+            # A device may still be writing what was queued, and with this answer the pages become somebody else's. And
+            # a sum that the other ranks did not come to must not be joined in by the next step's.
             with contextlib.suppress(Exception):
                 self._place.finish()
             raise
