@@ -111,6 +111,24 @@ def test_what_an_earlier_owner_left_cannot_spoil_a_result():
     assert torch.equal(results[1], results[3])
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_rubbish_behind_the_last_token_of_a_page_begun_elsewhere(sequences):
+    """As where smaller pages arrived from another worker: the rest of the page is as its earlier owner left it."""
+    results = []
+    for rubbish in (0.0, float("nan")):
+        cache = make_cache()
+        cache.tensor.fill_(rubbish)
+        torch.manual_seed(0)
+        cache.tensor[0, [3, 6]] = torch.randn(2, 4, WIDTH)
+        cache.tensor[0, 6, 2:] = rubbish
+        cache.tensor[0, 5, :1] = torch.randn(WIDTH)
+        batch = ForwardBatch.build([([0], 5), ([0], 1)][:sequences], [[3, 6], [5]][:sequences])
+        step, heads = CpuAttention().plan_latent(batch, cache), make_heads(2)
+        queries, entries = torch.randn(2, 2, NOPE + ROPE), torch.randn(2, WIDTH)
+        results.append(step(0, queries[:sequences], entries[:sequences], heads))
+    assert results[0].isfinite().all() and torch.equal(*results)
+
+
 def test_bfloat16_in_strided_slices_of_one_projection():
     torch.manual_seed(0)
     heads, cache = make_heads(2, dtype=torch.bfloat16), make_cache(dtype=torch.bfloat16)

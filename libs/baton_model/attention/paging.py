@@ -45,13 +45,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """Sequences with one new token each, at `rows` of the batch, padded to the longest's `keys` tokens.
+    """Sequences with one new token each, at `rows` of the batch, padded to the longest's `keys` tokens. `contexts`: the
+    tokens of each.
 
     `pages`: rows of the cache; `mask`: `[count, 1, keys]`, added to scores.
     """
 
     rows: slice | torch.Tensor
     count: int
+    contexts: Sequence[int]
     pages: torch.Tensor
     keys: int
     mask: torch.Tensor | None
@@ -151,4 +153,4 @@ def _plan_decodes(
     # Neighbours in the batch need no copy of their queries.
     adjacent = list(rows) == list(range(rows[0], rows[0] + len(rows)))
     place = slice(rows[0], rows[0] + len(rows)) if adjacent else torch.tensor(rows)
-    return Decodes(place, len(rows), cache.page_rows(padded), keys, mask)
+    return Decodes(place, len(rows), contexts, cache.page_rows(padded), keys, mask)
