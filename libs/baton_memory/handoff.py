@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,7 +53,9 @@ def hand_over(
         connection.connect(path)
         message = encode_frame(offer.to_json(), len(fds))
         sent = socket.send_fds(connection, [message], fds)
-        connection.sendall(message[sent:])
+        # Whoever refuses may be gone before this call, even of no bytes: the answer tells why.
+        with contextlib.suppress(BrokenPipeError):
+            connection.sendall(message[sent:])
         answer = _answer(connection).body
         if answer.get("ok") is not True:
             raise _refusal(answer)
