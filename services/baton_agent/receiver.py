@@ -7,8 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from baton.v1 import agent_pb2, common_pb2
 
@@ -16,7 +15,7 @@ from baton_actors import handles
 from baton_fabric.engine import FabricEngine
 from baton_fabric.errors import FabricError
 from baton_kv.immediate import wire_generation
-from baton_kv.transfer.inbox import Action, AskStop, Fence, InboxLife, Reusable, Stage
+from baton_kv.transfer.inbox import Action, AskStop, Fence, Reusable, Stage
 from baton_kv.transfer.outcome import Ended, Outcome, Proof
 from baton_kv.transfer.slots import SlotKey, SlotNotInUse, SlotTable
 from baton_rpc.layouts import layout_message
@@ -24,11 +23,13 @@ from baton_telemetry.metrics import AgentMetrics
 
 from .checksums import Checksums, Part
 from .endpoints import Endpoint, Endpoints
-from .errors import FenceFailed, StaleDescriptor, UnknownInbox, UnknownSession
+from .errors import StaleDescriptor, UnknownInbox, UnknownSession
 from .fabric import FabricEvent
+from .incoming import Incoming
 from .messages import AddSession, EndSession, PeerLost, Tick
 from .options import AgentOptions
 from .peers import Peers, Watch
+from .requests import Aborted, CloseInbox, OpenInbox, Summed
 from .session import SessionView
 from .wire import INBOX_VERSION, Peer, sharding_message
 from .working import WorkingActor
@@ -37,49 +38,6 @@ logger = logging.getLogger(__name__)
 
 # Where an inbox is to end, but may still be written.
 QUARANTINE = (Stage.STOP_REQUESTED, Stage.FENCING, Stage.UNPROVEN)
-
-
-@dataclass(frozen=True)
-class OpenInbox:
-    """Answered with the InboxDescriptor."""
-
-    session: int
-    sender: Peer
-    expected: int
-    # What the checksum covers, if there is to be one: destination pages, and positions from the first one's beginning.
-    checked: tuple[Sequence[int], int] | None = None
-    # Of this session: whose memory is written.
-    dp_rank: int = 0
-
-
-@dataclass(frozen=True)
-class CloseInbox:
-    """Answered with a future of a Proof, which may fail with FenceFailed."""
-
-    session: int
-    slot: int
-    generation: int
-
-
-@dataclass(frozen=True)
-class Aborted:
-    """What a sending agent said about one of its transfers."""
-
-    sender: int
-    slot: int
-    generation: int
-    reason: str
-    quiesced: bool
-
-
-@dataclass(frozen=True)
-class Summed:
-    """A sending agent's checksum of what it delivered."""
-
-    sender: int
-    slot: int
-    generation: int
-    checksum: int
 
 
 @dataclass(frozen=True)
@@ -105,22 +63,6 @@ class _FenceEnded:
     full: Callable[[SlotKey], bool] | None
 
 
-@dataclass
-class _Inbox:
-    key: SlotKey
-    session: SessionView
-    endpoint: Endpoint
-    life: InboxLife = field(default_factory=InboxLife)
-    waiting: list[asyncio.Future[Proof]] = field(default_factory=list)
-    full: Any = None
-    # What the checksum covers, and the sender's once it has told.
-    checked: list[Part] | None = None
-    checksum: int | None = None
-    violated: bool = False
-    # When its quarantine began, 0 before.
-    since: float = 0.0
-
-
 class Receiver(WorkingActor):
     """Owns every inbox."""
 
@@ -143,9 +85,9 @@ class Receiver(WorkingActor):
         self._slots = SlotTable(options.slots)
         self._sessions: dict[int, SessionView] = {}
         self._leaving: dict[int, asyncio.Future[None]] = {}
-        self._inboxes: dict[SlotKey, _Inbox] = {}
+        self._inboxes: dict[SlotKey, Incoming] = {}
         # By slot, as the engine names inboxes: it knows 8 bits of the generation only.
-        self._by_slot: dict[int, _Inbox] = {}
+        self._by_slot: dict[int, Incoming] = {}
         self._endpoints = Endpoints(engine)
 
     # --- what others may read -------------------------------------------------------------------------------------
@@ -201,7 +143,7 @@ class Receiver(WorkingActor):
         for number in superfluous:
             self.spawn(self._discard(number))
         key = self._slots.open()
-        inbox = _Inbox(key, view, endpoint, checked=checked)
+        inbox = Incoming(key, view, endpoint, checked=checked)
         try:
             self._engine.open_inbox(
                 endpoint.number, key.slot, wire_generation(key.generation), message.expected, regions
@@ -324,7 +266,7 @@ class Receiver(WorkingActor):
         for inbox in [self._inboxes[key] for key in endpoint.inboxes]:
             if message.full is None:
                 self._do(inbox, inbox.life.fence_failed())
-                self._fail_waiting(inbox)
+                inbox.answer_unproven()
             # One that waits for a checksum might wait for ever now.
             elif inbox.violated or inbox.checked is not None or not message.full(inbox.key):
                 self._do(inbox, inbox.life.fenced())
@@ -338,7 +280,7 @@ class Receiver(WorkingActor):
 
     # --- carrying out ---------------------------------------------------------------------------------------------
 
-    def _do(self, inbox: _Inbox, actions: Sequence[Action], why: str = "") -> None:
+    def _do(self, inbox: Incoming, actions: Sequence[Action], why: str = "") -> None:
         """`why`: the label of a fence, should the actions hold one."""
         for action in actions:
             match action:
@@ -349,58 +291,22 @@ class Receiver(WorkingActor):
                     inbox.since = inbox.since or time.monotonic()
                     self._fence(inbox.endpoint, why)
                 case Ended():
-                    self._tell_worker(inbox, action)
+                    if action.outcome is Outcome.DONE:
+                        self._metrics.inbox_fill_seconds.observe(inbox.fill_ns / 1e9)
+                    inbox.tell(action)
                 case Reusable(proof):
                     self._free(inbox, proof)
 
-    def _tell_worker(self, inbox: _Inbox, ended: Ended) -> None:
-        slot, generation = inbox.key
-        if ended.outcome is Outcome.DONE:
-            full = inbox.full
-            duration_ns = max(0, full.full_ns - full.first_ns)
-            self._metrics.inbox_fill_seconds.observe(duration_ns / 1e9)
-            inbox.session.events.emit(
-                inbox_full=agent_pb2.InboxFull(
-                    slot=slot,
-                    generation=generation,
-                    extents=full.extents,
-                    duration_us=duration_ns // 1000,
-                    first_ns=full.first_ns,
-                    full_ns=full.full_ns,
-                )
-            )
-        elif ended.outcome is Outcome.FAILED:
-            inbox.session.events.emit(
-                inbox_failed=agent_pb2.InboxFailed(
-                    slot=slot, generation=generation, reason=ended.reason, quiesced=ended.quiesced
-                )
-            )
-
-    def _free(self, inbox: _Inbox, proof: Proof) -> None:
+    def _free(self, inbox: Incoming, proof: Proof) -> None:
         self._engine.close_inbox(inbox.key.slot, wire_generation(inbox.key.generation))
         del self._inboxes[inbox.key], self._by_slot[inbox.key.slot]
         inbox.endpoint.release(inbox.key)
         self._slots.release(*inbox.key, proof)
         self._metrics.inboxes.labels(proof.value).inc()
-        for answer in inbox.waiting:
-            if not answer.done():
-                answer.set_result(proof)
+        inbox.answer(proof)
         self._settle(inbox.session.session)
 
-    def _fail_waiting(self, inbox: _Inbox) -> None:
-        slot, generation = inbox.key
-        for answer in inbox.waiting:
-            if not answer.done():
-                answer.set_exception(
-                    FenceFailed(
-                        f"the endpoint of slot {slot}, generation {generation} could not be closed: try again",
-                        slot=slot,
-                        generation=generation,
-                    )
-                )
-        inbox.waiting.clear()
-
-    def _close(self, inbox: _Inbox, reason: str) -> None:
+    def _close(self, inbox: Incoming, reason: str) -> None:
         self._do(inbox, inbox.life.close(reason), "retry")
 
     def _settle(self, session: int) -> None:
@@ -441,7 +347,7 @@ class Receiver(WorkingActor):
         else:
             self.tell(_FenceEnded(number, lambda key: (key.slot, wire_generation(key.generation)) not in unfilled))
 
-    def _compare(self, inbox: _Inbox) -> None:
+    def _compare(self, inbox: Incoming) -> None:
         """Once both are here: the last extent, and the sender's checksum."""
         if inbox.checked is not None and inbox.full is not None and inbox.checksum is not None:
             self.spawn(self._sum(inbox.key, inbox.session, inbox.checked))

@@ -6,18 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from baton.v1 import agent_pb2, common_pb2
-
 from baton_actors import handles
-from baton_fabric.engine import Chunk, FabricEngine, Stream
+from baton_fabric.engine import Chunk, FabricEngine
 from baton_fabric.errors import FabricError
 from baton_kv.immediate import wire_generation
 from baton_kv.plan import LayoutMismatch
-from baton_kv.transfer.outcome import Ended, Outcome
-from baton_kv.transfer.sending import Action, CancelWrites, Disconnect, TellReceiver, TransferLife
+from baton_kv.transfer.outcome import Ended
+from baton_kv.transfer.sending import Action, CancelWrites, Disconnect, TellReceiver
 from baton_kv.transfer.tombstones import MAX_RECEIVERS, Tombstones
 from baton_telemetry.metrics import AgentMetrics
 
@@ -27,59 +25,15 @@ from .errors import AgentError, TooManyTransfers, TransferExists, TransferStoppe
 from .fabric import FabricEvent
 from .messages import AddSession, EndSession, PeerLost, Tick
 from .options import AgentOptions
+from .outgoing import Outgoing
 from .peers import Peers, Watch
+from .requests import CancelTransfer, OpenTransfer, StopTransfer, SubmitStep
 from .session import SessionView
 from .streams import plan_streams
-from .wire import Peer, RemoteInbox, read_pages
+from .wire import Peer, read_pages
 from .working import WorkingActor
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class OpenTransfer:
-    """Answered with a future of the transfer's id."""
-
-    session: int
-    inbox: RemoteInbox
-    source_pages: Sequence[int]
-    destination_pages: Sequence[int]
-    # What the lists leave out, because the destination has it.
-    prefix_tokens: int = 0
-    # Of this session: whose memory is read.
-    dp_rank: int = 0
-
-
-@dataclass(frozen=True)
-class PlanChunk:
-    transfer: int
-    first_page: int
-    pages: int
-    last: bool
-
-
-@dataclass(frozen=True)
-class SubmitStep:
-    session: int
-    step: int
-    chunks: Sequence[PlanChunk]
-
-
-@dataclass(frozen=True)
-class CancelTransfer:
-    """Answered with a future that resolves once none of the transfer's writes reads the session's memory."""
-
-    session: int
-    transfer: int
-
-
-@dataclass(frozen=True)
-class StopTransfer:
-    """From the receiving agent. Answered with a future: whether no write can follow."""
-
-    receiver: int
-    slot: int
-    generation: int
 
 
 @dataclass(frozen=True)
@@ -104,30 +58,6 @@ class _DrainExpired:
     transfer: int
 
 
-@dataclass
-class _Transfer:
-    number: int
-    request: OpenTransfer
-    view: SessionView
-    streams: list[Stream]
-    # The engine's id.
-    counter: int
-    # Source and destination, one for one, in the smaller pages of the two.
-    pages: tuple[Sequence[int], Sequence[int]]
-    opened: asyncio.Future[int]
-    life: TransferLife = field(default_factory=TransferLife)
-    connection: Connection | None = None
-    # Every write is delivered, and the checksum is being made.
-    summing: bool = False
-    # The worker asked for the end: the answer to its call is what it hears of it.
-    quiet: bool = False
-    waiting: list[asyncio.Future[bool]] = field(default_factory=list)
-
-    @property
-    def inbox(self) -> RemoteInbox:
-        return self.request.inbox
-
-
 class Sender(WorkingActor):
     """Owns every transfer."""
 
@@ -148,8 +78,8 @@ class Sender(WorkingActor):
         self._last_number = 0
         self._sessions: dict[int, SessionView] = {}
         self._leaving: dict[int, asyncio.Future[None]] = {}
-        self._transfers: dict[int, _Transfer] = {}
-        self._by_inbox: dict[tuple[int, int, int], _Transfer] = {}
+        self._transfers: dict[int, Outgoing] = {}
+        self._by_inbox: dict[tuple[int, int, int], Outgoing] = {}
         self._tombstones = Tombstones()
         self._connections = Connections(engine)
 
@@ -215,7 +145,7 @@ class Sender(WorkingActor):
         number = self._last_number + 1
         streams = plan_streams(view, message.dp_rank, inbox, number)
         self._last_number = number
-        transfer = _Transfer(number, message, view, streams, counter, pages, asyncio.get_running_loop().create_future())
+        transfer = Outgoing(number, message, view, streams, counter, pages, asyncio.get_running_loop().create_future())
         self._transfers[number] = self._by_inbox[inbox.key] = transfer
         self.spawn(self._confirm(number, inbox.receiver))
         return transfer.opened
@@ -361,7 +291,7 @@ class Sender(WorkingActor):
 
     # --- carrying out ---------------------------------------------------------------------------------------------
 
-    def _do(self, transfer: _Transfer, actions: Sequence[Action], stats: Any = None) -> None:
+    def _do(self, transfer: Outgoing, actions: Sequence[Action], stats: Any = None) -> None:
         receiver = transfer.inbox.receiver
         for action in actions:
             match action:
@@ -378,34 +308,19 @@ class Sender(WorkingActor):
                 case Ended():
                     self._end(transfer, action, stats)
 
-    def _end(self, transfer: _Transfer, ended: Ended, stats: Any) -> None:
+    def _end(self, transfer: Outgoing, ended: Ended, stats: Any) -> None:
         del self._transfers[transfer.number], self._by_inbox[transfer.inbox.key]
         self._bury(transfer.inbox.key, ended.quiesced)
         if transfer.connection is not None:
             transfer.connection.release(transfer.number)
         self._metrics.transfers.labels(ended.outcome.value).inc()
-        if not transfer.quiet:
-            self._tell_worker(transfer, ended, stats)
-        for waiting in transfer.waiting:
-            if not waiting.done():
-                waiting.set_result(ended.quiesced)
+        transfer.tell(ended, stats)
         self._settle(transfer.view.session)
 
     def _bury(self, key: tuple[int, int, int], quiesced: bool = True) -> None:
         self._tombstones.bury(*key, quiesced=quiesced)
         if len(self._tombstones) > MAX_RECEIVERS:
             self._tombstones.forget({transfer.inbox.receiver.incarnation for transfer in self._transfers.values()})
-
-    def _tell_worker(self, transfer: _Transfer, ended: Ended, stats: Any) -> None:
-        events = transfer.view.events
-        if ended.outcome is Outcome.DONE:
-            events.emit(transfer_done=agent_pb2.TransferDone(transfer=transfer.number, stats=_stats(stats)))
-        else:
-            events.emit(
-                transfer_failed=agent_pb2.TransferFailed(
-                    transfer=transfer.number, reason=ended.reason, quiesced=ended.quiesced
-                )
-            )
 
     def _settle(self, session: int) -> None:
         leaving = self._leaving.get(session)
@@ -416,7 +331,7 @@ class Sender(WorkingActor):
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    def _open(self, transfer: _Transfer) -> None:
+    def _open(self, transfer: Outgoing) -> None:
         """Raises FabricError."""
         domains = transfer.view.domains(transfer.request.dp_rank)
         connection = self._connections.to(transfer.inbox, domains)
@@ -429,7 +344,7 @@ class Sender(WorkingActor):
             self._drop(connection)
             self._open_over(transfer, self._connections.to(transfer.inbox, domains))
 
-    def _open_over(self, transfer: _Transfer, connection: Connection) -> None:
+    def _open_over(self, transfer: Outgoing, connection: Connection) -> None:
         view, inbox = transfer.view, transfer.inbox
         self._engine.open_transfer(
             transfer.number,
@@ -475,7 +390,7 @@ class Sender(WorkingActor):
             error = failure
         self.tell(_Confirmed(number, error))
 
-    async def _sum(self, transfer: _Transfer, stats: Any) -> None:
+    async def _sum(self, transfer: Outgoing, stats: Any) -> None:
         checksum: int | None = None
         try:
             checksum = await self._checksums.of_source(transfer.view, transfer.streams, transfer.pages)
@@ -486,8 +401,3 @@ class Sender(WorkingActor):
     async def _expire(self, number: int) -> None:
         await asyncio.sleep(self._options.drain_timeout)
         self.tell(_DrainExpired(number))
-
-
-def _stats(stats: Any) -> common_pb2.TransferStats:
-    names = ("bytes", "pages", "extents", "writes", "duration_us", "overlapped_us", "exposed_us", "first_post_us")
-    return common_pb2.TransferStats(**{name: getattr(stats, name) for name in names})

@@ -15,8 +15,19 @@ from baton_rpc import TypedError
 from baton_telemetry.metrics import AgentMetrics
 
 from .errors import WrongIncarnation
-from .receiver import Aborted, CloseInbox, OpenInbox, Receiver, Summed
-from .sender import CancelTransfer, OpenTransfer, PlanChunk, Sender, StopTransfer, SubmitStep
+from .receiver import Receiver
+from .requests import (
+    Aborted,
+    CancelTransfer,
+    CloseInbox,
+    OpenInbox,
+    OpenTransfer,
+    PlanChunk,
+    StopTransfer,
+    SubmitStep,
+    Summed,
+)
+from .sender import Sender
 from .sessions import FindEvents, Sessions
 from .wire import read_agent, read_checksum, read_inbox
 
