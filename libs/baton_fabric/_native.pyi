@@ -356,7 +356,8 @@ class Engine:
         or is being cancelled are ignored.
         """
     def cancel_transfer(self, transfer: int) -> None:
-        """No layer is begun any more. TransferCancelled follows once every posted write is complete and delivered,
+        """No layer is begun any more, and one that has begun ends with one more write, which proves that all of it is
+        delivered. TransferCancelled follows once every posted write is complete and delivered,
         or another terminal event if that comes first. Ids that are not known any more are ignored."""
     def checksum(self, region: int, runs: npt.NDArray[np.uint64], unit: int, salt: int) -> int:
         """Of runs of a region: (offset, place, length) in each row, lengths in whole units of bytes.

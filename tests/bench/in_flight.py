@@ -99,27 +99,44 @@ def fairness(report: Report, samples: int) -> None:
 
 
 def cancel(report: Report, rounds: int) -> None:
-    """Layers of 64 MiB, as writes of 1 MiB: a window of them is 64 MiB."""
+    """Four peers with a transfer each, of layers of 64 MiB as writes of 1 MiB; a peer has 16 MiB in flight at most, so
+    together 64 MiB. All are cancelled at once."""
     times: list[float] = []
     in_flight: list[int] = []
     with closing(Pair("tcp", remote="receiver", layers=LAYERS, pages=64, page_bytes=MIB)) as pair:
         engine = pair.sender.engine
+        crowd = [pair.receiver.engine.open_endpoint() for _ in range(PEERS)]
+        peers = [engine.connect(address) for _, address in crowd]
+        pages = list(range(pair.sender.pages))
         pair.run_step(0)
         for number in range(rounds + 1):
-            pages = list(range(64))
-            transfer = pair.open(pages, pages, slot=0, expected=0)
-            pair.receiver.engine.open_inbox(pair.endpoint, 0, number, 1 << 40)
-            engine.submit_chunks([(transfer, 0, 0, len(pages), True)])
-            end = time.monotonic() + DEADLINE_S
-            while pair.sender.metric("bytes_in_flight") < 60 * MIB and time.monotonic() < end:
+            transfers = range(number * PEERS, (number + 1) * PEERS)
+            for slot, (endpoint, _) in enumerate(crowd):
+                pair.receiver.engine.open_inbox(endpoint, slot, number, 1 << 40)
+                engine.open_transfer(
+                    transfers[slot],
+                    peers[slot],
+                    slot,
+                    number,
+                    pair.sender.counter,
+                    LAYERS,
+                    [pair.stream()],
+                    pages,
+                    pages,
+                )
+            engine.submit_chunks([(transfer, 0, 0, len(pages), True) for transfer in transfers])
+            # Also without that, when the machine is so busy that they end before one looks.
+            while pair.sender.metric("bytes_in_flight") < 60 * MIB and pair.sender.metric("transfers") == PEERS:
                 select.select([], [], [], 1e-4)
             amount = pair.sender.metric("bytes_in_flight")
             begin = time.monotonic()
-            engine.cancel_transfer(transfer)
-            (event,) = pair.sender.wait(TransferCancelled, TransferDone, TransferFailed)
+            for transfer in transfers:
+                engine.cancel_transfer(transfer)
+            ended = pair.sender.wait(TransferCancelled, TransferDone, TransferFailed, count=PEERS)
             seconds = time.monotonic() - begin
-            pair.receiver.engine.close_inbox(0, number)
-            if number and isinstance(event, TransferCancelled) and event.quiesced:
+            for slot in range(PEERS):
+                pair.receiver.engine.close_inbox(slot, number)
+            if number and all(isinstance(event, TransferCancelled) and event.quiesced for event in ended):
                 times.append(seconds * 1e3)
                 in_flight.append(amount)
     assert times, "no transfer was still going when it was cancelled"

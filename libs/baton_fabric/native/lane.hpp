@@ -64,7 +64,7 @@ class Lane {
     uint32_t in_flight() const { return in_flight_; }
     bool busy() const { return in_flight_ != 0 || first_ != nullptr; }
     // May posting be tried: something to send, room, and not refused just now.
-    bool may_post(uint64_t now) const { return first_ != nullptr && free_ != nullptr && now >= retry_ns_; }
+    bool may_post(uint64_t now) const { return first_ != nullptr && has_room() && now >= retry_ns_; }
     // When to try again what was refused; nothing if completions will tell.
     std::optional<uint64_t> retry_ns() const;
 
@@ -82,6 +82,8 @@ class Lane {
     ContextBlock close();
 
   private:
+    bool has_room() const;
+
     Peer &peer_;
     uint32_t number_;
     uint32_t remote_;
@@ -95,6 +97,7 @@ class Lane {
     Strand *first_ = nullptr;
     Strand *last_ = nullptr;
     uint32_t in_flight_ = 0;
+    uint64_t bytes_in_flight_ = 0;
     uint64_t posted_sequence_ = 0;
     uint64_t delivered_sequence_ = 0;
     uint64_t last_progress_ns_ = 0;

@@ -9,11 +9,9 @@
 namespace baton::fabric {
 namespace {
 
-// What may be in flight: 1 to 2 ms of copying, which a cancelled transfer waits for.
-constexpr uint64_t kMostBytes = 16 << 20;
-// A sleeping sender is woken when half of its writes are done, or this much: early enough to fill the ring again before
-// it runs empty.
-constexpr uint64_t kWakeBytes = kMostBytes / 2;
+// A sleeping sender is woken when half of its writes are done, or this much: early enough to post more before the ring
+// runs empty.
+constexpr uint64_t kWakeBytes = 8 << 20;
 
 }  // namespace
 
@@ -53,8 +51,7 @@ ssize_t LocalSendingEndpoint::post(const Write &write, uint32_t immediate, bool,
         return -FI_ENOTCONN;
     }
     const auto &region = *static_cast<const LocalRegistration *>(write.descriptor);
-    const bool full = head_ - tail_ == Ring::kEntries || (head_ != tail_ && bytes_ + write.length > kMostBytes);
-    if (full || !announce(region)) {
+    if (head_ - tail_ == Ring::kEntries || !announce(region)) {
         return lost_ ? -FI_ENOTCONN : -FI_EAGAIN;
     }
     RingEntry &entry = ring_.entry(head_);
@@ -65,7 +62,6 @@ ssize_t LocalSendingEndpoint::post(const Write &write, uint32_t immediate, bool,
     entry.length = write.length;
     entry.immediate = immediate;
     posted_[head_ % Ring::kEntries] = {context, write.length};
-    bytes_ += write.length;
     auto &header = ring_.header();
     header.head.store(++head_, std::memory_order_seq_cst);
     if (header.receiver_sleeps.load(std::memory_order_seq_cst) != 0 &&
@@ -131,9 +127,7 @@ size_t LocalSendingEndpoint::reap(Completions &completions) {
     }
     const size_t count = tail - tail_;
     while (tail_ != tail) {
-        const Posted &done = posted_[tail_++ % Ring::kEntries];
-        bytes_ -= done.length;
-        completions.written(done.context);
+        completions.written(posted_[tail_++ % Ring::kEntries].context);
     }
     return count;
 }

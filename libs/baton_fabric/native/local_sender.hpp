@@ -51,7 +51,6 @@ class LocalSendingEndpoint : public SendingEndpoint, private LocalSocket {
     UniqueFd socket_;
     uint64_t head_ = 0;
     uint64_t tail_ = 0;
-    uint64_t bytes_ = 0;  // in flight
     bool asleep_ = false;
     bool lost_ = false;
     std::optional<std::string> loss_;

@@ -236,7 +236,7 @@ void Progress::turn() {
         active = true;
     }
     // Completions before deadlines: they may be what one waits for.
-    active |= poll(now) != 0;
+    active |= poll(moved ? now_ns() : now) != 0;
     if (faults_) {
         let_faults_go(now);
     }

@@ -174,6 +174,7 @@ void Sender::cancel(uint64_t id) {
     }
     Transfer &transfer = *found->second;
     transfer.cancelled = true;
+    transfer.end_early();
     finish(transfer);
 }
 
@@ -203,7 +204,6 @@ void Sender::stop_waiting(Transfer &transfer) {
     }
 }
 
-// A batch that has begun is always posted whole: only its last write proves that all of them were delivered.
 void Sender::finish(Transfer &transfer) {
     if (transfer.cancelled) {
         for (auto &strand : transfer.strands()) {

@@ -117,7 +117,7 @@ const Write &Strand::prepare() {
         ++write_.extents;
         more = step(after_);
     }
-    write_.last_of_batch = !more;
+    write_.last_of_batch = !more || ending_;
     prepared_ = true;
     return write_;
 }
@@ -130,8 +130,27 @@ void Strand::posted() {
         begun_ = true;
         return;
     }
-    next_batch();
+    if (after_.left == 0) {  // behind the last, unless it was ended early
+        next_batch();
+    }
     begin_batch();
+    if (ending_) {
+        drop();
+    }
+}
+
+void Strand::end_early() {
+    ending_ = true;
+    if (begun_) {
+        prepared_ = false;
+    } else {
+        drop();
+    }
+}
+
+void Strand::drop() {
+    dropped_ = dropped_ || !chunks_.empty();
+    chunks_.clear();
 }
 
 }  // namespace baton::fabric

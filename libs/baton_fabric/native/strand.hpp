@@ -45,6 +45,12 @@ class Strand {
     // Some, but not all, writes of a batch were posted.
     bool batch_begun() const { return begun_; }
 
+    // No batch is begun any more, and one that has begun ends with its next write: its last, which proves that all of it
+    // is delivered.
+    void end_early();
+    // Not all of what was planned is sent.
+    bool ended_early() const { return dropped_; }
+
     // The next write of the batch that is ready or begun. The same until posted().
     const Write &prepare();
     void posted();
@@ -75,6 +81,7 @@ class Strand {
     bool lay_out();
     void next_batch();
     void begin_batch();
+    void drop();
 
     Transfer &transfer_;
     Lane &lane_;
@@ -89,6 +96,8 @@ class Strand {
     Write write_;
     bool prepared_ = false;
     bool begun_ = false;
+    bool ending_ = false;
+    bool dropped_ = false;
 };
 
 }  // namespace baton::fabric

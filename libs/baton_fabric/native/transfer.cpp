@@ -92,6 +92,18 @@ bool Transfer::batch_begun() const {
     return std::any_of(strands_.begin(), strands_.end(), [](const Strand &strand) { return strand.batch_begun(); });
 }
 
+bool Transfer::all_posted() const {
+    return planned_.last && std::none_of(strands_.begin(), strands_.end(), [](const Strand &strand) {
+               return strand.has_batch() || strand.ended_early();
+           });
+}
+
+void Transfer::end_early() {
+    for (auto &strand : strands_) {
+        strand.end_early();
+    }
+}
+
 bool Transfer::delivered() const {
     return std::all_of(strands_.begin(), strands_.end(),
                        [](const Strand &strand) { return strand.lane().delivered(strand); });

@@ -51,7 +51,9 @@ class Transfer {
     // Of any strand.
     bool has_batch() const;
     bool batch_begun() const;
-    bool all_posted() const { return planned_.last && !has_batch(); }
+    bool all_posted() const;
+    // See Strand.
+    void end_early();
     // No write of it can still touch remote memory.
     bool delivered() const;
 
