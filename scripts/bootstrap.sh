@@ -113,7 +113,7 @@ torch_index() {
     if [ -n "${BATON_TORCH_INDEX:-}" ]; then echo "--extra-index-url=$BATON_TORCH_INDEX"; fi
 }
 
-NATIVE="$(hash_of protos CMakeLists.txt libs/baton_fabric/native libs/baton_engine/native)"
+NATIVE="$(hash_of protos CMakeLists.txt libs/*/native)"
 DEPENDENCIES="$(hash_of pyproject.toml "$CONSTRAINTS" scripts/bootstrap.sh)"
 
 installed() {

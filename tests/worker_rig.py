@@ -77,7 +77,8 @@ async def worker_rig(
         decode={} if role == registry_pb2.WORKER_ROLE_PREFILL else options,
     )
     its_section = settings.prefill if role == registry_pb2.WORKER_ROLE_PREFILL else settings.decode
-    worker = Worker(settings, its_section, role, metrics, hooks, with_agent=with_agent)
+    engines_of_worker = getattr(its_section, "data_parallel", 1)
+    worker = Worker(settings, its_section, role, metrics, hooks, with_agent=with_agent, data_parallel=engines_of_worker)
     add(worker)
     made = worker._make_engines()
     await made.start()

@@ -364,3 +364,33 @@ async def test_an_engine_that_dies_while_the_pages_arrive(rig):
     assert (error.status, error.reason) == ("UNAVAILABLE", "ENGINE_UNAVAILABLE")
     await until(lambda: run.cancelled)
     await until(lambda: len(rig.worker.background) == 0)
+
+
+# --- several engines ------------------------------------------------------------------------------------------------
+
+
+async def test_requests_are_shared_out_over_the_engines_and_each_arrives_at_its_own(monkeypatch, tmp_path):
+    async with decode_rig(monkeypatch, tmp_path, data_parallel=2) as rig:
+        calls, runs = [], []
+        for number in range(2):
+            calls.append(rig.stub.Generate(request(rig)))
+            runs.append(await rig.prefill.run(number))
+        inboxes = [rig.agent.inboxes[run.key] for run in runs]
+        assert [inbox.data_parallel_rank for inbox in inboxes] == [0, 1]
+        assert len({inbox.session for inbox in inboxes}) == 1
+        for run, call in zip(runs, calls, strict=True):
+            rig.agent.fill(run.key)
+            run.succeed()
+            assert len([message async for message in call]) == 4
+        assert [len(engine.plans) for engine in rig.engines.made] == [3, 3]
+        # Each has pages of its own: both requests have the same ones.
+        first, second = (engine.plans[0].starts[0].pages for engine in rig.engines.made)
+        assert first == second
+        pools = [host.reserver.pool for host in rig.worker.engines.hosts]
+        await until(lambda: all(pool.free == pool.total for pool in pools))
+
+
+async def test_a_request_must_fit_one_engine(monkeypatch, tmp_path):
+    async with decode_rig(monkeypatch, tmp_path, data_parallel=4) as rig:
+        error = await failure(rig.stub.Generate(request(rig, tokens=70)))
+        assert error.reason == "EXCEEDS_PAGE_POOL" and error.fields["total"] == "16"
