@@ -24,6 +24,7 @@ INFO = EngineInfo(
     element_size=4,
     dtype="float32",
     max_batch=4,
+    chunk_tokens=8,
     pid=1,
 )
 _start = itertools.count(1_000_000_000, 10_000_000)
