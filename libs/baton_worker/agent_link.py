@@ -75,7 +75,7 @@ class AgentLink:
         self._task = asyncio.create_task(self._keep(), name="agent-link")
 
     async def join(self) -> None:
-        """Until the engine is dead or the link is stopped; raises what it failed of."""
+        """Until the link is stopped; raises what it failed of, an engine's death included."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
@@ -95,8 +95,8 @@ class AgentLink:
             try:
                 session = await self._attach()
             except EngineDied:
-                # Its host ends this link too.
-                return
+                # What all else ends of: it may be known here before its host has cleared up behind it.
+                raise
             except (AgentUnavailable, EngineError, grpc.aio.AioRpcError) as error:
                 if not complained:
                     log.warning("cannot attach to the transfer agent, trying on: %s", _text(error))

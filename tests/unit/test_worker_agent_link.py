@@ -144,5 +144,5 @@ async def test_an_agent_that_fails_while_describing_itself(agent, link):
 async def test_a_dead_engine_ends_the_attempts(agent, engine, link):
     engine.exited.set_result(EngineDied("gone"))
     link.start()
-    await until(link._task.done)
-    assert link._task.exception() is None
+    with pytest.raises(EngineDied, match="gone"):
+        await asyncio.wait_for(link.join(), 5)

@@ -15,9 +15,9 @@ from baton_worker.engine_actor import EngineActor, NoHooks
 from baton_worker.engine_host import EngineHost
 from baton_worker.engines import WorkerEngines
 from baton_worker.errors import AgentUnavailable, EngineUnavailable
-from conditions import until
+from conditions import settle, until
 from fake_agent import FakeAgent
-from fake_engine import Engines
+from fake_engine import Engines, FakeEngine
 
 
 class Hooks(NoHooks):
@@ -229,6 +229,36 @@ async def test_the_death_of_one_engine_ends_all_of_them(make, engines):
     for stream in streams:
         with pytest.raises(EngineUnavailable, match="SIGKILL"):
             await asyncio.wait_for(first(stream), 5)
+    assert all(engine.stopped for engine in engines.made) and not host.alive
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_an_engine_that_dies_while_it_attaches_is_what_all_of_them_end_of(make, engines, monkeypatch, count):
+    attaching = asyncio.Event()
+
+    async def attach(engine, handoff_path, session):
+        attaching.set()
+        await asyncio.wait([engine.exited])
+        raise EngineDied(str(engine.exited.result()))
+
+    async def stop(engine):
+        # A process takes a while to end.
+        await settle()
+        engine.stopped = True
+        engine.die()
+
+    monkeypatch.setattr(FakeEngine, "attach", attach)
+    monkeypatch.setattr(FakeEngine, "stop", stop)
+    host = make(count=count)
+    await host.start()
+    stream = await submit(host)
+    joining = asyncio.create_task(host.join())
+    await attaching.wait()
+    engines.made[-1].die()
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        await asyncio.wait_for(joining, 5)
+    with pytest.raises(EngineUnavailable, match="SIGKILL"):
+        await asyncio.wait_for(first(stream), 5)
     assert all(engine.stopped for engine in engines.made) and not host.alive
 
 
