@@ -78,7 +78,9 @@ class ModelProcess:
             while True:
                 for key, _ in self._selector.select():
                     if key.fileobj is not self._worker:
-                        self._drop_agent()
+                        # Perhaps a former agent's end, found together with the message that replaced it.
+                        if self._agent is not None and key.fileobj is self._agent[0]:
+                            self._drop_agent()
                         continue
                     data = self._worker.recv(1 << 18)
                     if not data:
