@@ -15,13 +15,12 @@ from baton_kv.plan import expected_extents
 from baton_kv.shards import ShardMap
 from baton_memory import Handoff, HandoffConnection, LayerCounter, SharedMemory, hand_over
 from baton_rpc import RemoteError, open_channel
-from fabric_harness import SLOWNESS
+from conditions import DEADLINE_S as DEADLINE
 
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM, ELEMENT = 3, 32, 4, 2, 8, 4
 PAGE_BYTES = 2 * HEADS * PAGE_SIZE * DIM * ELEMENT
 LAYER_BYTES = PAGES * PAGE_BYTES
 LENGTH = LAYERS * LAYER_BYTES
-DEADLINE = 10.0 * SLOWNESS
 
 
 def layout(heads: int = HEADS, **changes: Any) -> dict[str, Any]:
@@ -232,12 +231,3 @@ def extents(pages: int, source_tp: int = 1, destination_tp: int = 1) -> int:
         page_size=PAGE_SIZE,
         layers=LAYERS,
     )
-
-
-async def until(condition: Callable[[], bool], what: str = "condition", deadline: float = DEADLINE) -> None:
-    """Polls: for state of another process, or that nobody announces."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + deadline
-    while not condition():
-        assert loop.time() < end, f"{what} did not come about within {deadline} s"
-        await asyncio.sleep(0.01)

@@ -18,7 +18,8 @@ import httpx
 import openai
 import psutil
 
-from cluster import eventually, free_port
+from cluster import free_port
+from conditions import until
 
 SMALL = ("--set", "prefill.kv_bytes=16MiB", "--set", "decode.kv_bytes=16MiB")
 
@@ -69,7 +70,7 @@ async def up(checkpoint: Path, directory: Path, *options: str) -> AsyncIterator[
                 except httpx.TransportError:
                     return False
 
-            await eventually(healthy, 120, "a healthy cluster", interval=0.1)
+            await until(healthy, "a healthy cluster", 120)
         services = psutil.Process(process.pid).children(recursive=True)
         yield running
         process.send_signal(signal.SIGINT)

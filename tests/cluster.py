@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,8 @@ import grpc
 import httpx
 import psutil
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc, registry_pb2, registry_pb2_grpc
+
+from conditions import until
 
 START_TIMEOUT_S = 120.0
 
@@ -37,17 +39,6 @@ def make_prompt(tokens: int, seed: int = 0) -> list[int]:
     """Token ids that mean nothing, the same for the same arguments."""
     rng = random.Random(seed * 100_003 + tokens)
     return [rng.randrange(1000, 40_000) for _ in range(tokens)]
-
-
-async def eventually(
-    condition: Callable[[], Awaitable[bool]], timeout: float, what: str, interval: float = 0.05
-) -> None:
-    """Waits until the condition holds; fails, naming `what`, after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not await condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout} s: {what}")
-        await asyncio.sleep(interval)
 
 
 @dataclass
@@ -206,7 +197,7 @@ class Cluster:
             return len(await self.registered_workers()) >= workers
 
         try:
-            await eventually(registered, timeout, f"{workers} workers registered", interval=0.1)
+            await until(registered, f"{workers} workers registered", timeout)
         except AssertionError as error:
             ends = "\n".join(f"--- {s.name}\n{s.log.read_text()[-1500:]}" for s in self.services.values())
             raise AssertionError(f"{error}\n{ends}") from None
@@ -323,7 +314,7 @@ class Cluster:
             return not any(last.values())
 
         try:
-            await eventually(rest, timeout, "everything given back")
+            await until(rest, "everything given back", timeout)
         except AssertionError as error:
             raise AssertionError(f"{error}: {last}") from None
 

@@ -25,12 +25,11 @@ import numpy as np
 from baton_fabric._native import Engine
 from baton_fabric.errors import FabricError
 from baton_memory import LayerCounter, SharedMemory
+from conditions import SLOWNESS
 
-# The same tests run over other fabrics: providers, separated by commas, and the local address to bind to. Where one is
-# emulated, everything takes so many times longer.
+# The same tests run over other fabrics: providers, separated by commas, and the local address to bind to.
 FABRICS = [each for each in os.environ.get("BATON_TEST_FABRICS", "").split(",") if each]
 NODE = os.environ.get("BATON_TEST_NODE", "127.0.0.1")
-SLOWNESS = float(os.environ.get("BATON_TEST_SLOWNESS", "1"))
 # Of such a size that some dozens of them are in flight for a while.
 LARGE_PAGE = int((1 << 20) / SLOWNESS)
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from baton.v1 import agent_pb2
 
-from agent_kit import HEADS, LAYERS, PAGE_SIZE, PAGES, Model, Worker, extents, until
+from agent_kit import HEADS, LAYERS, PAGE_SIZE, PAGES, Model, Worker, extents
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_fabric.engine import FabricEngine
@@ -32,6 +32,7 @@ from baton_fabric.faults import FaultPlan, FaultRule
 from baton_kv.pool import PagePool, PoolExhausted
 from baton_memory import SharedMemory
 from baton_rpc import RemoteError
+from conditions import until
 
 AGENTS = 4
 # Of each agent, where it has several.

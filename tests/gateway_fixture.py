@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import lru_cache
 from typing import Any
 
@@ -76,12 +75,3 @@ def says(text: str = TEXT, eos: bool = True, **options: Any) -> FakeDecode:
     """A worker that answers with this text."""
     ids = tokenizer().encode(text)
     return FakeDecode([*ids, *tokenizer().eos_token_ids] if eos else ids, **options)
-
-
-async def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> None:
-    """Waits until the condition holds, looking at each turn of the loop and then ever less often."""
-    pause = 0.0
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(pause)
-            pause = min(0.05, pause + 0.001)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from cluster import Answer, Cluster, eventually, make_prompt
+from cluster import Answer, Cluster, make_prompt
+from conditions import until
 
 # Short enough to be computed twice on a busy machine, in steps enough to be hit between two of them.
 PROMPT_TOKENS = 320
@@ -53,4 +54,4 @@ async def bytes_move(cluster: Cluster, sender: str) -> None:
     async def moving() -> bool:
         return await written() > before
 
-    await eventually(moving, 20, "bytes on their way", interval=0.02)
+    await until(moving, "bytes on their way", 20)

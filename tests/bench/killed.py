@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bars import Report
 
-from agent_kit import Model, extents, until, worker
+from agent_kit import Model, extents, worker
 from agent_processes import FAST, Agent
 from baton_config.sections import AgentSettings
 from baton_fabric._native import PeerFailed, TransferDone, TransferFailed
+from conditions import until
 from fabric_harness import Pair, wait_until
 
 MIB = 1 << 20

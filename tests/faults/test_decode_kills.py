@@ -13,7 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from cluster import Cluster, eventually, make_prompt, running_cluster
+from cluster import Cluster, make_prompt, running_cluster
+from conditions import until
 from victims import NEW_TOKENS, PROMPT_TOKENS, SETTINGS, ask, bytes_move, check, is_right
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -61,7 +62,7 @@ async def test_a_killed_part_of_the_decode_side_leaves_nothing(
     async def serves_again() -> bool:
         return is_right(await ask(cluster, PROMPT_TOKENS), expected)
 
-    await eventually(serves_again, 60, "the decode side serves again")
+    await until(serves_again, "the decode side serves again", 60)
     # Whatever is cached of it by now.
     assert is_right(await ask(cluster, PROMPT_TOKENS, cache_salt=part), expected)
     await cluster.at_rest(5)

@@ -10,7 +10,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from cluster import Cluster, eventually, make_prompt, running_cluster
+from cluster import Cluster, make_prompt, running_cluster
+from conditions import until
 from victims import NEW_TOKENS, PROMPT_TOKENS, SETTINGS, ask, bytes_move, check
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -35,7 +36,7 @@ async def in_transfer(cluster: Cluster) -> str:
                 return True
         return False
 
-    await eventually(sending, 20, "a transfer", interval=0.02)
+    await until(sending, "a transfer", 20)
     await bytes_move(cluster, f"agent-{found}")
     return found
 
@@ -76,5 +77,5 @@ async def test_a_killed_part_costs_nobody_but_itself(cluster: Cluster, part: str
         assert answer.timeline is not None
         return answer.timeline.prefill_worker == victim
 
-    await eventually(serves_again, 60, f"{victim} serves again")
+    await until(serves_again, f"{victim} serves again", 60)
     await cluster.at_rest(5)

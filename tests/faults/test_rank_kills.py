@@ -10,7 +10,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from cluster import Answer, Cluster, eventually, running_cluster
+from cluster import Answer, Cluster, running_cluster
+from conditions import until
 from small_models import TOKENIZER_MINIMUM, SmallModel
 from victims import check
 
@@ -60,7 +61,7 @@ async def test_of_a_prefill_worker(cluster: Cluster, expected: list[int]) -> Non
                 victim = name
         return bool(victim)
 
-    await eventually(waits_in_a_step, 20, "a transfer", interval=0.02)
+    await until(waits_in_a_step, "a transfer", 20)
     (other,) = set(PREFILLS) - {victim}
     stopped[other].resume()
     agents = [psutil.Process(service.pid) for name, service in cluster.services.items() if name.startswith("agent-")]
@@ -81,7 +82,7 @@ async def test_of_a_prefill_worker(cluster: Cluster, expected: list[int]) -> Non
         assert answer.token_ids == expected and answer.timeline is not None
         return answer.timeline.prefill_worker == victim
 
-    await eventually(serves_again, 60, f"{victim} serves again")
+    await until(serves_again, f"{victim} serves again", 60)
     await cluster.at_rest(10)
 
 
@@ -93,7 +94,7 @@ async def test_of_the_decode_worker(cluster: Cluster, expected: list[int]) -> No
     async def waits_in_a_step() -> bool:
         return bool((await cluster.metrics("decode-0"))["baton_decode_running_requests"])
 
-    await eventually(waits_in_a_step, 20, "a step", interval=0.02)
+    await until(waits_in_a_step, "a step", 20)
     at = time.monotonic()
     process.kill()
     (outcome,) = await asyncio.wait_for(asyncio.gather(request, return_exceptions=True), 40)
@@ -106,5 +107,5 @@ async def test_of_the_decode_worker(cluster: Cluster, expected: list[int]) -> No
         (answer,) = await asyncio.gather(cluster.generate(PROMPT, max_tokens=8), return_exceptions=True)
         return isinstance(answer, Answer) and answer.token_ids == expected
 
-    await eventually(serves_again, 60, "the decode worker serves again")
+    await until(serves_again, "the decode worker serves again", 60)
     await cluster.at_rest(10)

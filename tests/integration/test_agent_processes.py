@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from baton.v1 import agent_pb2
 
-from agent_kit import LAYERS, PAGES, Model, Worker, extents, until, worker
+from agent_kit import LAYERS, PAGES, Model, Worker, extents, worker
 from agent_processes import Agent, ModelProcess, agents
 from baton_memory.frames import encode_frame
 from baton_rpc import RemoteError
+from conditions import until
 from fabric_harness import SLOWNESS, fabrics
 
 FULL, QUIESCED, FENCED = (

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton_tokenizer import load_tokenizer
 from baton_up import Up, up
-from cluster import eventually
+from conditions import until
 from tokenizer_samples import byte_level_backend
 
 NAME = "tiny-llama"
@@ -197,4 +197,4 @@ async def test_what_is_killed_is_started_again_and_serves(checkpoint: Path, tmp_
                 except (openai.APIStatusError, openai.APIConnectionError):
                     return False
 
-            await eventually(serves_again, 60, f"an answer after {name} was killed")
+            await until(serves_again, f"an answer after {name} was killed", 60)

@@ -13,8 +13,9 @@ from baton.v1 import registry_pb2, registry_pb2_grpc
 
 from baton_gateway.routing import DECODE, PREFILL
 from baton_rpc import RemoteError, open_channel
+from conditions import until
 from fake_decode import FakeFailure, deregister, register, worker_info
-from gateway_fixture import TEXT, Stack, eventually, gateway, says
+from gateway_fixture import TEXT, Stack, gateway, says
 from tokenizer_samples import default_model
 
 GONE = FakeFailure("UNAVAILABLE", "ENGINE_UNAVAILABLE", "gone")
@@ -50,7 +51,7 @@ async def test_a_silent_worker_is_tidied_away_without_any_request() -> None:
         await stack.add(says())
         metrics = stack.gateway.metrics
         value = metrics.leases_expired.labels(role="colocated")._value
-        await eventually(lambda: value.get() == 1.0)
+        await until(lambda: value.get() == 1.0)
         assert stack.gateway.cluster.workers() == []
 
 
@@ -70,7 +71,7 @@ async def test_a_gateway_that_cannot_tidy_up_ends_instead_of_serving_on(monkeypa
 async def test_a_request_waits_for_a_worker_to_come() -> None:
     async with gateway(worker_wait_s=30.0) as stack:
         request = asyncio.create_task(_ask(stack))
-        await eventually(lambda: stack.gateway.service.progress.waiting == 1)
+        await until(lambda: stack.gateway.service.progress.waiting == 1)
         await stack.add(says())
         assert await request == TEXT
 
@@ -282,7 +283,7 @@ async def test_requests_with_one_beginning_at_once_are_shared_out_all_the_same()
                 asyncio.create_task(client.completions.create(model="test-model", prompt=prompt, max_tokens=4))
                 for _ in range(12)
             ]
-            await eventually(lambda: sum(worker.running for worker in workers) == 12)
+            await until(lambda: sum(worker.running for worker in workers) == 12)
             assert min(worker.running for worker in workers) >= 4
             for worker in workers:
                 assert worker.gate is not None

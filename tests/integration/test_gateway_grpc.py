@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton_rpc import RemoteError
-from gateway_fixture import TEXT, Stack, eventually, gateway, says, tokenizer
+from conditions import until
+from gateway_fixture import TEXT, Stack, gateway, says, tokenizer
 
 
 @pytest_asyncio.fixture
@@ -148,7 +149,7 @@ async def test_cancelling_a_call_cancels_the_worker(stack: Stack, tokens: int) -
     await worker.until(lambda: worker.running == 1)
     call.cancel()
     await worker.until(lambda: len(worker.cancelled) == 1)
-    await eventually(lambda: stack.gateway.service.admission.in_flight == 0)
+    await until(lambda: stack.gateway.service.admission.in_flight == 0)
 
 
 async def test_a_clients_deadline_reaches_the_worker(stack: Stack) -> None:

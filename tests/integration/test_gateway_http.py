@@ -11,8 +11,9 @@ import openai
 import pytest
 
 from baton_gateway import http_middleware
+from conditions import until
 from fake_decode import FakeFailure
-from gateway_fixture import Stack, eventually, gateway, says
+from gateway_fixture import Stack, gateway, says
 
 MODEL = "test-model"
 
@@ -109,7 +110,7 @@ async def test_health_looks_at_progress() -> None:
         request = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
         await worker.until(lambda: worker.running == 1)
         health = stack.gateway.health
-        await eventually(lambda: health.problem() is not None)
+        await until(lambda: health.problem() is not None)
         response = await http.get("/health")
         assert (response.status_code, response.json()["reason"]) == (503, "NO_PROGRESS")
         for _ in range(50):
@@ -222,7 +223,7 @@ async def test_a_client_that_leaves_cancels_the_work_at_once(
         await worker.until(lambda: worker.running == 0)
         assert sorted(worker.cancelled) == sorted(request.request_id for request in worker.requests)
         assert worker.finished == []
-        await eventually(lambda: stack.gateway.service.admission.in_flight == 0)
+        await until(lambda: stack.gateway.service.admission.in_flight == 0)
         assert stack.gateway.service.progress.waiting == 0
         async with _http(stack) as http:
             assert 'outcome="cancelled"} ' + str(float(count)) in (await http.get("/metrics")).text
@@ -235,9 +236,9 @@ async def test_a_client_that_leaves_while_waiting_for_a_worker() -> None:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
         writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
         service = stack.gateway.service
-        await eventually(lambda: service.progress.waiting == 1)
+        await until(lambda: service.progress.waiting == 1)
         writer.close()
-        await eventually(lambda: service.progress.waiting == 0)
+        await until(lambda: service.progress.waiting == 0)
         assert service.admission.in_flight == 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from baton.v1 import agent_pb2
 
-from agent_kit import HEADS, LAYERS, PAGE_SIZE, Model, Worker, extents, until, worker
+from agent_kit import HEADS, LAYERS, PAGE_SIZE, Model, Worker, extents, worker
 from baton_agent.checksums import Checksums
 from baton_agent.fabric import FabricEvent
 from baton_agent.options import AgentOptions
@@ -25,6 +25,7 @@ from baton_kv.plan import expected_extents
 from baton_kv.shards import ShardMap
 from baton_kv.transfer.sending import Stage
 from baton_rpc import RemoteError
+from conditions import until
 from fake_fabric import InboxFull
 
 OPTIONS = AgentOptions(stop_timeout=1.0, drain_timeout=0.5)

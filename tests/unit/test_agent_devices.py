@@ -5,13 +5,14 @@ import os
 import pytest
 
 import fake_fabric
-from agent_kit import LENGTH, Model, until, worker
+from agent_kit import LENGTH, Model, worker
 from baton_agent import devices
 from baton_agent.devices import Devices
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_memory import Handoff, HandoffError
 from baton_memory.cuda import Device, DeviceMemory, open_driver
+from conditions import until
 from fake_cuda import GRANULARITY, CUdevice_attribute, CUresult, Machine, Process
 
 

@@ -7,7 +7,6 @@ from baton.v1 import agent_pb2, common_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_kit import until
 from baton_agent.errors import EventsOverflow, InvalidArgument, VersionUnsupported
 from baton_agent.event_log import EventLog
 from baton_agent.liveness import Answer, Beat, Liveness, Verdict
@@ -16,6 +15,7 @@ from baton_kv.errors import InvalidKvArgument
 from baton_kv.layout import PageLayout
 from baton_kv.plan import LayoutMismatch
 from baton_rpc.layouts import layout_message
+from conditions import until
 
 ANSWERS = st.lists(st.sampled_from([Answer.ALIVE, Answer.REFUSED, Answer.SILENT]), max_size=60)
 

@@ -7,7 +7,7 @@ import pytest
 from baton.v1 import agent_pb2
 
 import fake_fabric
-from agent_kit import Model, until, worker
+from agent_kit import Model, worker
 from baton_agent.errors import InvalidArgument
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
@@ -15,6 +15,7 @@ from baton_agent.servicers import TransferAgentServicer
 from baton_fabric.errors import FabricError
 from baton_memory import HandoffError, SocketPathInvalid
 from baton_rpc import AddressError, InsecureAddressError, RemoteError
+from conditions import until
 
 
 class Agent:

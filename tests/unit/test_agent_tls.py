@@ -9,10 +9,11 @@ import pytest
 from baton.v1 import agent_pb2, agent_pb2_grpc
 
 import fake_fabric
-from agent_kit import LAYERS, Model, extents, until, worker
+from agent_kit import LAYERS, Model, extents, worker
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_rpc import TlsFiles, open_channel
+from conditions import until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 

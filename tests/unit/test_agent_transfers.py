@@ -7,12 +7,13 @@ import pytest
 from baton.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 import fake_fabric
-from agent_kit import LAYERS, Model, Worker, extents, until, worker
+from agent_kit import LAYERS, Model, Worker, extents, worker
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_kv.immediate import SLOTS
 from baton_rpc import RemoteError, open_channel
 from cluster import free_port
+from conditions import until
 
 FULL, QUIESCED, FENCED = (
     agent_pb2.INBOX_OUTCOME_FULL,
