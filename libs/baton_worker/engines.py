@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import grpc
 
@@ -17,6 +17,13 @@ from baton_worker.agent_session import AgentSession
 from baton_worker.background import first_of
 from baton_worker.engine_host import EngineHost
 from baton_worker.placement import EngineLoad, place
+from baton_worker.reservation import Reservation
+
+
+def waiting_requests(hosts: Sequence[EngineHost]) -> int:
+    """Requests of which nothing has been computed yet. Those that wait for pages wait at all engines."""
+    waiting = max((host.reserver.waiting for host in hosts), default=0)
+    return waiting + sum(host.actor.scheduler.waiting for host in hosts)
 
 
 class WorkerEngines:
@@ -68,24 +75,50 @@ class WorkerEngines:
         """What a prompt's pages are called in the prefix caches; None if there are none."""
         return self.hosts[0].chain(prompt, salt)
 
-    def place(self, pages: int, chain: PageChain | None) -> EngineHost:
-        """The engine for a request of so many pages; `chain` names those that it may find in a prefix cache."""
-        if len(self.hosts) == 1:
-            return self.hosts[0]
-        loads: list[EngineLoad] = []
-        for host in self.hosts:
-            pool, scheduler = host.reserver.pool, host.actor.scheduler
-            prefix = pool.match(chain.keys) if chain is not None else []
-            loads.append(
-                EngineLoad(
-                    free=pool.free,
-                    waiting=host.reserver.waiting,
-                    requests=scheduler.running + scheduler.waiting,
-                    cached=len(prefix),
-                    idle=pool.free - pool.available(prefix),
-                )
-            )
-        return self.hosts[place(loads, pages)]
+    async def reserve(
+        self, owner: Hashable, count: int, timeout: float | None, chain: PageChain | None
+    ) -> tuple[EngineHost, Reservation]:
+        """`count` pages of one of the engines in the name of `owner`, and the engine; `chain` names those that it may
+        find in a prefix cache.
+
+        Where none has them, the request waits in the queues of all and takes the first that come: nobody waits for one
+        engine while another is idle, nor is overtaken there. Raises as `PageReserver.reserve`.
+        """
+        loads = [self._load(host, chain) for host in self.hosts]
+        chosen = place(loads, count)
+        host = self.hosts[chosen]
+        if len(self.hosts) == 1 or loads[chosen].has_room(count):
+            return host, await host.reserver.reserve(owner, count, timeout, chain)
+        # The chosen one first: what it says counts if all refuse.
+        hosts = [host, *(other for other in self.hosts if other is not host)]
+        waits = [asyncio.create_task(each.reserver.reserve(owner, count, timeout, chain)) for each in hosts]
+        granted: list[int] = []
+        try:
+            while not granted and not all(wait.done() for wait in waits):
+                await first_of(*(wait for wait in waits if not wait.done()))
+                granted = [number for number, wait in enumerate(waits) if wait.done() and not wait.exception()]
+        finally:
+            # Nothing is awaited any more, so that no cancellation can come between these and the return.
+            for number, wait in enumerate(waits):
+                if not wait.done():
+                    wait.cancel()
+                elif not wait.exception() and number not in granted[:1]:
+                    hosts[number].reserver.release(owner)
+        number = granted[0] if granted else 0
+        return hosts[number], waits[number].result()
+
+    @staticmethod
+    def _load(host: EngineHost, chain: PageChain | None) -> EngineLoad:
+        pool, scheduler = host.reserver.pool, host.actor.scheduler
+        prefix = pool.match(chain.keys) if chain is not None else []
+        return EngineLoad(
+            free=pool.free,
+            waiting=host.reserver.waiting,
+            requests=scheduler.running + scheduler.waiting,
+            cached=len(prefix),
+            idle=pool.free - pool.available(prefix),
+            max_batch=host.info.max_batch,
+        )
 
     async def start(self) -> None:
         """Raises what the first engine that does not start fails of; none is left then."""

@@ -79,8 +79,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         count = -(-(len(prompt) + request.sampling.max_tokens - 1) // engines.info.page_size)
         deadline = incoming_deadline(context, self._settings.queue_timeout_s)
         chain = engines.chain(prompt, request.cache_salt)
-        engine = engines.place(count, chain)
-        reservation = await engine.reserver.reserve(owner, count, deadline.remaining(), chain)
+        engine, reservation = await engines.reserve(owner, count, deadline.remaining(), chain)
         account.reserved(reservation.cached * engine.info.page_size)
         self._metrics.queue_seconds.observe(account.timeline.reserve_us / 1e6)
         submitted = False

@@ -13,8 +13,8 @@ from baton_worker.agent_link import AgentLink
 from baton_worker.agent_session import AgentSession
 from baton_worker.engine_actor import EngineActor, NoHooks
 from baton_worker.engine_host import EngineHost
-from baton_worker.engines import WorkerEngines
-from baton_worker.errors import AgentUnavailable, EngineUnavailable
+from baton_worker.engines import WorkerEngines, waiting_requests
+from baton_worker.errors import AgentUnavailable, EngineUnavailable, ExceedsPagePool, QueueFull, ReservationTimeout
 from conditions import settle, until
 from fake_agent import FakeAgent
 from fake_engine import Engines, FakeEngine
@@ -203,19 +203,69 @@ async def test_all_engines_attach_under_one_session_each_with_a_pool_of_its_own(
 async def test_requests_go_to_the_emptiest_engine(make):
     host = make(count=2)
     await host.start()
-    first = host.place(4, None)
-    await first.reserver.reserve("a", 4, None)
-    second = host.place(2, None)
+    first, _ = await host.reserve("a", 4, None, None)
+    second, _ = await host.reserve("b", 2, None, None)
     assert second is not first
-    await second.reserver.reserve("b", 2, None)
     # 12 pages are free on one, 14 on the other.
-    assert host.place(1, None) is second and host.place(13, None) is second
-    # Nobody has them now: where fewer wait.
-    waiting = asyncio.create_task(second.reserver.reserve("c", 16, 60))
-    await until(lambda: second.reserver.waiting)
-    assert host.place(16, None) is first
+    assert (await host.reserve("c", 13, None, None))[0] is second
+
+
+async def test_who_waits_gets_the_pages_that_come_first_wherever_that_is(make):
+    host = make(count=2)
+    await host.start()
+    first, _ = await host.reserve("a", 16, None, None)
+    second, _ = await host.reserve("b", 16, None, None)
+    long = asyncio.create_task(host.reserve("long", 16, 60, None))
+    short = asyncio.create_task(host.reserve("short", 1, 60, None))
+    await until(lambda: all(each.reserver.waiting == 2 for each in host.hosts))
+    assert waiting_requests(host.hosts) == 2
+    second.reserver.release("b")
+    engine, reservation = await asyncio.wait_for(long, 5)
+    assert engine is second and len(reservation.pages) == 16
+    await until(lambda: first.reserver.waiting == 1)
+    assert not short.done()
+    # Both at once: it takes one of them, and holds nothing of the other.
+    first.reserver.release("a")
+    second.reserver.release("long")
+    engine, _ = await asyncio.wait_for(short, 5)
+    await until(lambda: sorted(each.reserver.pool.free for each in host.hosts) == [15, 16])
+    engine.reserver.release("short")
+    assert not waiting_requests(host.hosts)
+
+
+@pytest.mark.parametrize("granted", [False, True])
+async def test_who_gives_up_waiting_holds_nothing_anywhere(make, granted):
+    host = make(count=2)
+    await host.start()
+    first, _ = await host.reserve("a", 16, None, None)
+    second, _ = await host.reserve("b", 16, None, None)
+    waiting = asyncio.create_task(host.reserve("c", 16, 60, None))
+    await until(lambda: all(each.reserver.waiting for each in host.hosts))
+    if granted:
+        first.reserver.release("a")
+        second.reserver.release("b")
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled()
+    await until(lambda: not any(each.reserver.waiting or "c" in each.reserver.pool.owners for each in host.hosts))
+
+
+async def test_where_no_engine_can_ever_have_the_pages_or_all_queues_are_full_the_request_is_told(make):
+    host = make(count=2)
+    await host.start()
+    with pytest.raises(ExceedsPagePool):
+        await host.reserve("a", 17, None, None)
+    for owner in ("a", "b"):
+        await host.reserve(owner, 16, None, None)
+    with pytest.raises(ReservationTimeout):
+        await host.reserve("c", 1, 0.01, None)
+    waiting = [asyncio.create_task(host.reserve(number, 1, 60, None)) for number in range(8)]
+    await until(lambda: all(each.reserver.waiting == 8 for each in host.hosts))
+    with pytest.raises(QueueFull):
+        await host.reserve("d", 1, 60, None)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_the_death_of_one_engine_ends_all_of_them(make, engines):

@@ -29,6 +29,13 @@ def test_nobody_waits_where_another_engine_has_room(loads: list[EngineLoad], pag
         assert chosen.waiting == min(load.waiting for load in loads)
 
 
+def test_small_requests_are_not_sent_past_an_engine_that_holds_one_large_one() -> None:
+    assert place([EngineLoad(900, 0, 31, max_batch=32), EngineLoad(500, 0, 1, max_batch=32)], 5) == 0
+    assert place([EngineLoad(895, 0, 32, max_batch=32), EngineLoad(500, 0, 1, max_batch=32)], 5) == 1
+    # Where neither batch has a place, fewer are before it.
+    assert place([EngineLoad(900, 0, 40, max_batch=32), EngineLoad(500, 0, 33, max_batch=32)], 5) == 1
+
+
 @given(st.integers(1, 6), st.integers(1, 40))
 def test_equal_requests_are_shared_out_evenly(engines: int, requests: int) -> None:
     held = [0] * engines
