@@ -135,6 +135,8 @@ class Engine:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.regions: dict[int, int] = {}
         self.device_regions: dict[int, tuple[int, int, int, bool]] = {}
+        # With which domains they were to be registered.
+        self.device_domains: dict[int, Any] = {}
         self.refuse_devices = False
         # Regions whose addresses are said to be in reach of late writes, and counters that nobody rings.
         self.retired: set[int] = set()
@@ -191,6 +193,7 @@ class Engine:
             raise FabricError("no memory of GPUs", "FAILED_PRECONDITION", "DEVICE_UNSUPPORTED")
         region = next(self.network.numbers)
         self.device_regions[region] = (address, length, device, dmabuf_fd is not None)
+        self.device_domains[region] = domains
         return RegisteredRegion(region, (Access(0, region << 40, address),))
 
     def region_retired(self, region: int) -> bool:

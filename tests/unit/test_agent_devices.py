@@ -8,6 +8,7 @@ import fake_fabric
 from agent_kit import LENGTH, Model, worker
 from baton_agent import devices
 from baton_agent.devices import Devices
+from baton_agent.domains import Domains
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_memory import Handoff, HandoffError
@@ -64,6 +65,7 @@ async def agent(tmp_path, process, monkeypatch):
         Addresses(f"unix:{tmp_path}/a", f"{tmp_path}/h", "127.0.0.1:0"),
         AgentOptions(shutdown_timeout=1.0),
         devices=Devices(open_driver(process)),
+        domains=Domains(("a", "b"), (0,), {"0000:00:00.0": (0,), "0001:10:01.0": (1,)}),
     )
     process.calls.clear()
     await service.start()
@@ -92,6 +94,9 @@ async def test_memory_of_a_gpu_is_imported_registered_and_given_back(agent, mode
         assert (length, ordinal, dmabuf) == (LENGTH, 1, True)
         assert list(process.mappings) == [address]
         assert (region.accesses[0].base, region.length) == (address, LENGTH)
+        # With the NICs near to its GPU.
+        assert model.gpu.pci_address == "0001:10:01.0"
+        assert engine.device_domains == {number: (1,)}
         assert len(engine.polled) == 1
         assert agent.sessions.registered_bytes == LENGTH
 

@@ -536,5 +536,7 @@ async def test_metrics_show_what_happened(attached):
     value = attached.prefill.service.metrics.registry.get_sample_value
     assert value("baton_agent_transfers_total", {"outcome": "cancelled"}) == 1
     assert value("baton_agent_fabric_bytes_total") == 0
+    for what in ("bytes", "writes", "immediates"):
+        assert value(f"baton_agent_fabric_domain_{what}_total", {"domain": "127.0.0.1"}) == 0
     await refused(attached.sender.open_transfer(inbox, [0], [0]), "TRANSFER_STOPPED")
     assert value("baton_agent_refused_total", {"reason": "transfer_stopped"}) == 1
