@@ -148,7 +148,9 @@ class WeightReader:
         bias: bool,
     ) -> Linear:
         sizes = [len(share) for share in shares]
-        weight = self._matrix(sum(sizes), len(taken))
+        # What is quantised is rounded once, from what the checkpoint says.
+        dtype = self.dtype if self.quantization == "none" else torch.float32
+        weight = torch.empty((sum(sizes), len(taken)), dtype=dtype, device=self.device)
         for name, size, share, part in zip(names, rows, shares, torch.split(weight, sizes), strict=True):
             self.fill(part, f"{name}.weight", (size, columns), [share, taken])
         if not bias:
@@ -157,17 +159,6 @@ class WeightReader:
         for name, size, share, part in zip(names, rows, shares, torch.split(biases, sizes), strict=True):
             self.fill(part, f"{name}.bias", (size,), [share])
         return self.make_linear(weight, biases)
-
-    def _matrix(self, rows: int, columns: int) -> torch.Tensor:
-        if self.quantization != "none":
-            # Rounded once, from what the checkpoint says.
-            return torch.empty((rows, columns), dtype=torch.float32, device=self.device)
-        if self.dtype == torch.float32 and self.device.type == "cpu":
-            # Column by column: a product with one row then takes 17 instead of 25 ms for all linears of SmolLM2-135M,
-            # with two rows 28 instead of 38, with more the same (one core of an EPYC with AVX-512, MKL). In bfloat16,
-            # which goes through oneDNN, it is the other way round: 19 and 13.
-            return torch.empty((columns, rows), dtype=self.dtype).t()
-        return self.empty(rows, columns)
 
     def fill(self, target: torch.Tensor, name: str, shape: tuple[int, ...], slices: Sequence[range]) -> None:
         """Reads these slices, one a dimension, of a parameter of exactly this shape. Raises as `tensor` does."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_model.layers.linear import FloatLinear, Int8Linear, hadamard, make_linear
+from baton_model.layers.linear import FloatLinear, Int8Linear, PackedLinear, hadamard, make_linear, packs
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -70,6 +70,20 @@ def test_zeros_give_the_bias():
 
 def test_leading_dimensions_are_kept():
     assert Int8Linear(random(5, 9, seed=1), None)(random(2, 3, 9, seed=2)).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 48), (7, 48), (2, 3, 48), (0, 48)])
+def test_a_packed_weight_multiplies_as_the_plain_one(dtype, shape):
+    weight, bias, x = (random(*size, seed=seed).to(dtype) for seed, size in enumerate([(80, 48), (80,), shape]))
+    if not packs(weight):
+        pytest.skip(f"oneDNN does not multiply {dtype} on this processor")
+    found, expected = PackedLinear(weight, bias)(x), FloatLinear(weight, bias)(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, atol=1e-5 if dtype == torch.float32 else 0.06, rtol=0.01)
+    # Of some columns of a wider tensor.
+    wide = torch.cat((x, x), dim=-1)
+    torch.testing.assert_close(PackedLinear(weight, bias)(wide[..., :48]), found)
 
 
 def test_an_empty_share_is_not_quantised():

@@ -42,6 +42,33 @@ class FloatLinear(Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+class PackedLinear(Linear):
+    """As `FloatLinear`, the weight in the order in which oneDNN multiplies; the original is not kept.
+
+    Beside torch's own product, which packs anew at every call in bfloat16 and goes through MKL in float32: in bfloat16
+    half the time up to 8 tokens and 0.95 of it with 512, in float32 the same with one token and 0.45 with 2 and with
+    512 (one core of an EPYC with AVX-512; torch 2.13).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """As those of `FloatLinear`, on the CPU."""
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return product
+
+
+def packs(weight: torch.Tensor) -> bool:
+    """Whether `PackedLinear` can be made of a weight here."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
 class Int8Linear(Linear):
     """Weights and activations in eight bits, sums in 32 (LLM.int8(), Dettmers et al., 2022, without its outliers).
 
@@ -91,7 +118,9 @@ def hadamard(size: int) -> torch.Tensor:
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization) -> Linear:
     """A linear of these parameters, `[out_features, in_features]` and `[out_features]` or None."""
-    # A rank may have no share of a small linear; there is nothing to quantise then, and nothing that could be scaled.
-    if quantization == "none" or not weight.numel():
+    # A rank may have no share of a small linear; there is nothing to quantise or pack then.
+    if not weight.numel():
         return FloatLinear(weight, bias)
-    return Int8Linear(weight, bias)
+    if quantization == "int8":
+        return Int8Linear(weight, bias)
+    return PackedLinear(weight, bias) if packs(weight) else FloatLinear(weight, bias)
