@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -20,10 +22,17 @@ from baton_worker.placement import EngineLoad, place
 from baton_worker.reservation import Reservation
 
 
-def waiting_requests(hosts: Sequence[EngineHost]) -> int:
-    """Requests of which nothing has been computed yet. Those that wait for pages wait at all engines."""
-    waiting = max((host.reserver.waiting for host in hosts), default=0)
-    return waiting + sum(host.actor.scheduler.waiting for host in hosts)
+@dataclass(eq=False)
+class _Waiting:
+    """A request in the queue of one engine, which another may take: then `elsewhere` says which."""
+
+    owner: Hashable
+    count: int
+    chain: PageChain | None
+    home: EngineHost
+    elsewhere: asyncio.Future[tuple[EngineHost, Reservation]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class WorkerEngines:
@@ -42,6 +51,8 @@ class WorkerEngines:
         self._agent_channel = agent_channel
         self._on_change = on_change
         self._link: AgentLink | None = None
+        # In order of arrival.
+        self._waiting: list[_Waiting] = []
 
     @property
     def info(self) -> EngineInfo:
@@ -81,39 +92,48 @@ class WorkerEngines:
         """`count` pages of one of the engines in the name of `owner`, and the engine; `chain` names those that it may
         find in a prefix cache.
 
-        Where none has them, the request waits in the queues of all and takes the first that come: nobody waits for one
-        engine while another is idle, nor is overtaken there. Raises as `PageReserver.reserve`.
+        Where none has them, the request waits in the queue of one, and another takes it that has them first and for
+        which nobody waits. Raises as `PageReserver.reserve`.
         """
         loads = [self._load(host, chain) for host in self.hosts]
         chosen = place(loads, count)
-        host = self.hosts[chosen]
+        home = self.hosts[chosen]
         if len(self.hosts) == 1 or loads[chosen].has_room(count):
-            return host, await host.reserver.reserve(owner, count, timeout, chain)
-        # The chosen one first: what it says counts if all refuse.
-        hosts = [host, *(other for other in self.hosts if other is not host)]
-        waits = [asyncio.create_task(each.reserver.reserve(owner, count, timeout, chain)) for each in hosts]
-        granted: list[int] = []
+            return home, await home.reserver.reserve(owner, count, timeout, chain)
+        waiting = _Waiting(owner, count, chain, home)
+        self._waiting.append(waiting)
+        at_home = asyncio.create_task(home.reserver.reserve(owner, count, timeout, chain))
+        given: tuple[EngineHost, Reservation] | None = None
         try:
-            while not granted and not all(wait.done() for wait in waits):
-                await first_of(*(wait for wait in waits if not wait.done()))
-                granted = [number for number, wait in enumerate(waits) if wait.done() and not wait.exception()]
+            await first_of(at_home, waiting.elsewhere)
+            given = waiting.elsewhere.result() if waiting.elsewhere.done() else (home, at_home.result())
         finally:
-            # Nothing is awaited any more, so that no cancellation can come between these and the return.
-            for number, wait in enumerate(waits):
-                if not wait.done():
-                    wait.cancel()
-                elif not wait.exception() and number not in granted[:1]:
-                    hosts[number].reserver.release(owner)
-        number = granted[0] if granted else 0
-        return hosts[number], waits[number].result()
+            # Nothing is awaited here, so that no cancellation can come between this and the return.
+            self._waiting.remove(waiting)
+            if not at_home.done():
+                at_home.cancel()
+            elif not at_home.exception() and (given is None or given[0] is not home):
+                home.reserver.release(owner)
+            if waiting.elsewhere.done() and given is None:
+                waiting.elsewhere.result()[0].reserver.release(owner)
+        return given
 
-    @staticmethod
-    def _load(host: EngineHost, chain: PageChain | None) -> EngineLoad:
+    def _take_over(self, host: EngineHost) -> None:
+        """`host` has let go of pages that nobody waits for there: others' requests may have them."""
+        for waiting in list(self._waiting):
+            if waiting.home is host or waiting.elsewhere.done():
+                continue
+            reservation = host.reserver.reserve_now(waiting.owner, waiting.count, waiting.chain)
+            if reservation is not None:
+                waiting.elsewhere.set_result((host, reservation))
+
+    def _load(self, host: EngineHost, chain: PageChain | None) -> EngineLoad:
         pool, scheduler = host.reserver.pool, host.actor.scheduler
         prefix = pool.match(chain.keys) if chain is not None else []
         return EngineLoad(
             free=pool.free,
-            waiting=host.reserver.waiting,
+            # Those that have come just now are not in the queue yet.
+            waiting=max(host.reserver.waiting, sum(waiting.home is host for waiting in self._waiting)),
             requests=scheduler.running + scheduler.waiting,
             cached=len(prefix),
             idle=pool.free - pool.available(prefix),
@@ -131,6 +151,9 @@ class WorkerEngines:
             await asyncio.gather(*starting, return_exceptions=True)
             await asyncio.gather(*(host.stop() for host in self.hosts if host.alive))
             raise
+        if len(self.hosts) > 1:
+            for host in self.hosts:
+                host.reserver.on_spare = partial(self._take_over, host)
         if self._agent_channel is not None:
             self._link = AgentLink([host.client for host in self.hosts], self._agent_channel, self._on_change)
             for host in self.hosts:

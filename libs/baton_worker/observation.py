@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from baton_telemetry.metrics import WorkerMetrics
 from baton_worker.engine_host import EngineHost
-from baton_worker.engines import waiting_requests
 
 # What the agent was asked for when it did not answer in time.
 CLOSING_INBOX = "closing_inbox"
@@ -30,7 +29,7 @@ def observe(metrics: WorkerMetrics, engines: Callable[[], Sequence[EngineHost]])
         return lambda: sum(map(value, living()))
 
     metrics.running_requests.set_function(read(lambda host: host.actor.scheduler.running))
-    metrics.waiting_requests.set_function(lambda: waiting_requests(living()))
+    metrics.waiting_requests.set_function(read(lambda host: host.actor.scheduler.waiting + host.reserver.waiting))
     metrics.queued_prompt_tokens.set_function(read(lambda host: host.actor.scheduler.queued_prompt_tokens))
     metrics.free_pages.set_function(read(lambda host: host.reserver.pool.free))
     metrics.cached_pages.set_function(read(lambda host: host.reserver.pool.kept))

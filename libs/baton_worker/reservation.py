@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from baton_kv.pool import PagePool
@@ -50,6 +50,8 @@ class PageReserver:
     def __init__(self, pool: PagePool, max_waiting: int) -> None:
         self.pool = pool
         self.prefixes = PrefixStatistics()
+        # Called when an owner has let go and nobody waits here.
+        self.on_spare: Callable[[], None] | None = None
         self._max_waiting = max_waiting
         self._waiters: deque[_Waiter] = deque()
         self._closed: str | None = None
@@ -92,6 +94,12 @@ class PageReserver:
             if isinstance(error, TimeoutError):
                 raise ReservationTimeout(count, timeout or 0.0) from None
             raise
+
+    def reserve_now(self, owner: Hashable, count: int, chain: PageChain | None = None) -> Reservation | None:
+        """What `reserve` gives, if it gives it at once."""
+        if self._closed is not None or self._waiters or count > self.pool.total:
+            return None
+        return self._grant(_Waiter(owner, count, chain))
 
     def keep(self, chain: PageChain, pages: Sequence[int], tokens: int) -> int:
         """The first `tokens` tokens of a sequence are in its pages: the full ones may be found by others from now on.
@@ -157,3 +165,5 @@ class PageReserver:
                     return
                 waiter.reservation.set_result(granted)
             self._waiters.popleft()
+        if self.on_spare is not None:
+            self.on_spare()

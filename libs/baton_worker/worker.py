@@ -34,7 +34,7 @@ from baton_worker.background import BackgroundTasks
 from baton_worker.channels import ChannelCache
 from baton_worker.engine_actor import EngineActor, StepHooks
 from baton_worker.engine_host import EngineHost
-from baton_worker.engines import WorkerEngines, waiting_requests
+from baton_worker.engines import WorkerEngines
 from baton_worker.errors import EngineUnavailable
 from baton_worker.observation import observe
 from baton_worker.registration import Registration
@@ -233,7 +233,7 @@ class Worker:
         reservers = [host.reserver for host in engines.hosts]
         return registry_pb2.WorkerLoad(
             running_requests=sum(scheduler.running for scheduler in schedulers),
-            waiting_requests=waiting_requests(engines.hosts),
+            waiting_requests=sum(host.actor.scheduler.waiting + host.reserver.waiting for host in engines.hosts),
             free_pages=sum(reserver.pool.free for reserver in reservers),
             total_pages=sum(reserver.pool.total for reserver in reservers),
             queued_prompt_tokens=sum(scheduler.queued_prompt_tokens for scheduler in schedulers),

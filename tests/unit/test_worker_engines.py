@@ -13,7 +13,7 @@ from baton_worker.agent_link import AgentLink
 from baton_worker.agent_session import AgentSession
 from baton_worker.engine_actor import EngineActor, NoHooks
 from baton_worker.engine_host import EngineHost
-from baton_worker.engines import WorkerEngines, waiting_requests
+from baton_worker.engines import WorkerEngines
 from baton_worker.errors import AgentUnavailable, EngineUnavailable, ExceedsPagePool, QueueFull, ReservationTimeout
 from conditions import settle, until
 from fake_agent import FakeAgent
@@ -210,59 +210,73 @@ async def test_requests_go_to_the_emptiest_engine(make):
     assert (await host.reserve("c", 13, None, None))[0] is second
 
 
-async def test_who_waits_gets_the_pages_that_come_first_wherever_that_is(make):
+@pytest.fixture
+async def full(make):
+    """Two engines without a free page: "a" has those of the first, "b" those of the second."""
     host = make(count=2)
     await host.start()
-    first, _ = await host.reserve("a", 16, None, None)
-    second, _ = await host.reserve("b", 16, None, None)
-    long = asyncio.create_task(host.reserve("long", 16, 60, None))
-    short = asyncio.create_task(host.reserve("short", 1, 60, None))
-    await until(lambda: all(each.reserver.waiting == 2 for each in host.hosts))
-    assert waiting_requests(host.hosts) == 2
+    assert [(await host.reserve(owner, 16, None, None))[0] for owner in ("a", "b")] == list(host.hosts)
+    return host
+
+
+def queues(host):
+    return [each.reserver.waiting for each in host.hosts]
+
+
+async def test_who_waits_is_taken_by_another_engine_that_has_the_pages_first(full):
+    waiting = asyncio.create_task(full.reserve("c", 5, 60, None))
+    await until(lambda: queues(full) == [1, 0])
+    full.hosts[1].reserver.release("b")
+    engine, reservation = await asyncio.wait_for(waiting, 5)
+    assert engine is full.hosts[1] and len(reservation.pages) == 5
+    await until(lambda: queues(full) == [0, 0])
+    assert "c" not in full.hosts[0].reserver.pool.owners
+
+
+async def test_who_waits_for_many_pages_neither_holds_another_engine_back_nor_is_overtaken_at_its_own(full):
+    first, second = full.hosts
+    many = asyncio.create_task(full.reserve("many", 16, 60, None))
+    await until(lambda: queues(full) == [1, 0])
+    few = asyncio.create_task(full.reserve("few", 1, 60, None))
+    await until(lambda: queues(full) == [1, 1])
+    also_few = asyncio.create_task(full.reserve("also few", 1, 60, None))
+    await until(lambda: queues(full) == [2, 1])
     second.reserver.release("b")
-    engine, reservation = await asyncio.wait_for(long, 5)
-    assert engine is second and len(reservation.pages) == 16
-    await until(lambda: first.reserver.waiting == 1)
-    assert not short.done()
-    # Both at once: it takes one of them, and holds nothing of the other.
+    assert (await asyncio.wait_for(few, 5))[0] is (await asyncio.wait_for(also_few, 5))[0] is second
     first.reserver.release("a")
-    second.reserver.release("long")
-    engine, _ = await asyncio.wait_for(short, 5)
-    await until(lambda: sorted(each.reserver.pool.free for each in host.hosts) == [15, 16])
-    engine.reserver.release("short")
-    assert not waiting_requests(host.hosts)
+    assert (await asyncio.wait_for(many, 5))[0] is first
 
 
-@pytest.mark.parametrize("granted", [False, True])
-async def test_who_gives_up_waiting_holds_nothing_anywhere(make, granted):
-    host = make(count=2)
-    await host.start()
-    first, _ = await host.reserve("a", 16, None, None)
-    second, _ = await host.reserve("b", 16, None, None)
-    waiting = asyncio.create_task(host.reserve("c", 16, 60, None))
-    await until(lambda: all(each.reserver.waiting for each in host.hosts))
-    if granted:
-        first.reserver.release("a")
-        second.reserver.release("b")
+async def test_what_comes_from_both_at_once_is_taken_from_one(full):
+    waiting = asyncio.create_task(full.reserve("c", 1, 60, None))
+    await until(lambda: any(queues(full)))
+    for each, owner in zip(full.hosts, ("a", "b"), strict=True):
+        each.reserver.release(owner)
+    engine, _ = await asyncio.wait_for(waiting, 5)
+    assert sorted(each.reserver.pool.free for each in full.hosts) == [15, 16] and engine.reserver.pool.free == 15
+
+
+@pytest.mark.parametrize("granted", [(), (0,), (1,), (0, 1)])
+async def test_who_gives_up_waiting_holds_nothing_anywhere(full, granted):
+    waiting = asyncio.create_task(full.reserve("c", 16, 60, None))
+    await until(lambda: any(queues(full)))
+    for number in granted:
+        full.hosts[number].reserver.release("ab"[number])
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
-    await until(lambda: not any(each.reserver.waiting or "c" in each.reserver.pool.owners for each in host.hosts))
+    await until(lambda: not any(each.reserver.waiting or "c" in each.reserver.pool.owners for each in full.hosts))
 
 
-async def test_where_no_engine_can_ever_have_the_pages_or_all_queues_are_full_the_request_is_told(make):
-    host = make(count=2)
-    await host.start()
+async def test_who_cannot_have_the_pages_is_told(full):
     with pytest.raises(ExceedsPagePool):
-        await host.reserve("a", 17, None, None)
-    for owner in ("a", "b"):
-        await host.reserve(owner, 16, None, None)
+        await full.reserve("c", 17, None, None)
     with pytest.raises(ReservationTimeout):
-        await host.reserve("c", 1, 0.01, None)
-    waiting = [asyncio.create_task(host.reserve(number, 1, 60, None)) for number in range(8)]
-    await until(lambda: all(each.reserver.waiting == 8 for each in host.hosts))
+        await full.reserve("c", 1, 0.01, None)
+    waiting = [asyncio.create_task(full.reserve(number, 1, 60, None)) for number in range(16)]
+    await until(lambda: queues(full) == [8, 8])
     with pytest.raises(QueueFull):
-        await host.reserve("d", 1, 60, None)
+        await full.reserve("d", 1, 60, None)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
