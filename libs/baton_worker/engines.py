@@ -92,8 +92,8 @@ class WorkerEngines:
         """`count` pages of one of the engines in the name of `owner`, and the engine; `chain` names those that it may
         find in a prefix cache.
 
-        Where none has them, the request waits in the queue of one, and another takes it that has them first and for
-        which nobody waits. Raises as `PageReserver.reserve`.
+        Where none has them, the request waits in the queue of one, and another takes it that has them first and where
+        nobody waits. Raises as `PageReserver.reserve`.
         """
         loads = [self._load(host, chain) for host in self.hosts]
         chosen = place(loads, count)
