@@ -277,6 +277,11 @@ async def test_a_stopped_agent_holds_nobody_up(directory, transport, side):
             await pair.sender.event("transfer_done" if transport == "verbs" else "transfer_failed")
         assert time.monotonic() - began < 5 * SLOWNESS
         getattr(pair, side).signal(signal.SIGCONT)
+        if side == "decode":
+            # Full by what was on its way, or fenced: and a fence ends whatever of this sender is open by then, so that
+            # the next transfer must not come before.
+            ends = {"inbox_full", "inbox_failed"}
+            await until(lambda: ends.intersection(pair.receiver.kinds()), "the end of the first inbox")
         # Both go on to serve.
         inbox, transfer = await pair.open([5], [6])
         await pair.sender.submit(0, (transfer, 0, 1, True))
