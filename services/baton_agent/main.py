@@ -63,7 +63,7 @@ async def _serve(settings: Settings) -> None:
             engine.set_faults(faults)
         if engine.provider.startswith("verbs"):
             for domain in engine.capabilities():
-                device, address = str(domain["domain"]), str(domain["address"])
+                device, address = str(domain["domain"]), str(domain["address"]) or agent.node
                 gid = choose(device, address, agent.roce_version, agent.roce_traffic_class)
                 logger.info("verbs: %s", gid or device)
         # What both sides must share is the provider, not the name that chose it.

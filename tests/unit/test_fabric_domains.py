@@ -86,6 +86,18 @@ def test_bytes_arrive_over_all_domains_of_both_sides_in_equal_shares(both: Pair)
         assert max(shares) <= 1.1 * sum(shares) / len(shares)
 
 
+@pytest.mark.parametrize("provider", ["auto", "local"])
+def test_agents_of_one_host_have_a_lane_for_each_meeting_too(provider: str) -> None:
+    with pair(provider, domains=domains(2, 3), layers=LAYERS, page_bytes=128 << 10) as both:
+        both.sender.fill()
+        send(both, list(range(32)), list(range(31, -1, -1)))
+        both.receiver.wait(InboxFull)
+        both.sender.wait(TransferDone)
+        assert (both.receiver.bytes[:, :32] == both.sender.bytes[:, 31::-1]).all()
+        assert all(loads(both.sender, "writes"))
+        assert all(loads(both.receiver, "immediates"))
+
+
 def test_each_layer_is_sent_when_it_is_ready_whichever_way_it_goes(both: Pair) -> None:
     transfer = both.open([3], [5])
     both.sender.engine.submit_chunks([(transfer, 0, 0, 1, True)])

@@ -118,9 +118,15 @@ void prepare_environment() {
 // The IP address that a domain's endpoints are bound to; empty where addresses are of another kind.
 std::string address_of(const fi_info &info) {
     char text[INET6_ADDRSTRLEN] = "";
-    if (info.src_addr != nullptr && info.addr_format == FI_SOCKADDR_IN) {
+    const bool socket_address = info.addr_format == FI_SOCKADDR || info.addr_format == FI_SOCKADDR_IN ||
+                                info.addr_format == FI_SOCKADDR_IN6;
+    if (info.src_addr == nullptr || !socket_address) {
+        return text;
+    }
+    const int family = static_cast<const sockaddr *>(info.src_addr)->sa_family;
+    if (family == AF_INET) {
         inet_ntop(AF_INET, &static_cast<const sockaddr_in *>(info.src_addr)->sin_addr, text, sizeof text);
-    } else if (info.src_addr != nullptr && info.addr_format == FI_SOCKADDR_IN6) {
+    } else if (family == AF_INET6) {
         inet_ntop(AF_INET6, &static_cast<const sockaddr_in6 *>(info.src_addr)->sin6_addr, text, sizeof text);
     }
     return text;
