@@ -4,7 +4,7 @@ A draw depends on the sequence's seed, the position and the sequence's own logit
 earlier draws: a uniform number is hashed from (seed, position, attempt). So the same seed gives the same tokens alone
 and in a batch, and after a restart elsewhere.
 
-Truncation (top-k, top-p) is by rejection and needs no sort: the native kernel says how. A row of 49,152 logits takes
+Truncation (top-k, top-p) needs no sort: the native kernel says how. A row of 49,152 logits takes
 15 us on one core, with top-k and top-p at once 40, where sorting it takes 3,000.
 """
 

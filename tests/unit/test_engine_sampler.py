@@ -168,3 +168,23 @@ def test_logits_that_are_not_finite_are_an_error(poison: float, temperature: flo
     rows[1, 5] = poison
     with pytest.raises(NonFiniteLogits):
         sample(rows, [Draw(Sampling(temperature=temperature), 0)] * 2)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=40), Sampling(top_k=40, top_p=0.8), Sampling(top_p=0.3)], ids=str)
+@pytest.mark.parametrize("scale", [0.3, 5.0])
+def test_truncation_of_a_large_vocabulary(sampling: Sampling, scale: float) -> None:
+    """Of a flat distribution most draws fall outside at first, and the kth largest of many is looked for among few."""
+    row = logits(1, 3, vocabulary=20_000, scale=scale)[0]
+    tokens, _ = sample(row.expand(300, -1), [Draw(sampling, position) for position in range(300)])
+    allowed = kept(row, sampling)
+    assert set(tokens) <= allowed
+    if len(allowed) <= 40:
+        assert len(set(tokens)) > len(allowed) / 3
+
+
+def test_ties_for_the_last_place_of_top_k_share_it() -> None:
+    row = torch.zeros(VOCABULARY)
+    row[[5, 9]] = 3.0
+    tokens = {draw_one(row, Sampling(top_k=3, seed=seed)) for seed in range(400)}
+    assert {5, 9} < tokens
+    assert len(tokens) > 3

@@ -1,8 +1,8 @@
 // Draws a token from logits. Included by isa.hpp only.
 //
-// Truncation (top-k, top-p) is by rejection and needs no sort: draw from the whole distribution; a token is inside if
-// the tokens that are more likely number under k and weigh under p; otherwise drop it and all that are no more likely,
-// and draw again. That is exact.
+// Truncation needs no sort. The least weight that top-k leaves is found by bisection. top-p is by rejection: draw from
+// what is left; a token is inside if the tokens that are more likely weigh less than p; otherwise drop it and all that
+// are no more likely, and draw again. That is exact.
 #pragma once
 
 namespace baton::kernels::BATON_ISA {
@@ -38,31 +38,35 @@ inline int64_t count_at_least(const float *weights, int64_t padded, float floor)
     return count;
 }
 
-// What the k largest weights sum up to, none of them negative, the largest 1: bisection over the bit patterns of floats,
-// which are in the order of the numbers.
-inline double sum_of_largest(const float *weights, int64_t padded, int64_t k, double *blocks) {
+// The kth largest of the weights, none of them negative, the largest 1: bisection over the bit patterns of floats, which
+// are in the order of the numbers; at the end only over those that are left. `count`: weights that are no smaller.
+inline float kth_largest(const float *weights, int64_t padded, int64_t k, float *candidates, int64_t *count) {
     int32_t low = 0, high = 0x3F800001;
-    int64_t count = padded;
     float floor = 0;
-    while (count != k && high - low > 1) {
+    *count = padded;
+    while (*count != k && high - low > 1) {
         const int32_t middle = low + (high - low) / 2;
         __builtin_memcpy(&floor, &middle, 4);
         const int64_t found = count_at_least(weights, padded, floor);
-        if (found >= k) {
-            low = middle;
-            count = found;
-        } else {
+        if (found < k) {
             high = middle;
+            continue;
+        }
+        low = middle;
+        *count = found;
+        if (padded > 16 * kDrawBlock && found <= 8 * kDrawBlock) {
+            int64_t kept = 0;
+            for (int64_t i = 0; i < padded; ++i) {
+                candidates[kept] = weights[i];
+                kept += weights[i] >= floor;
+            }
+            padded = round_up(kept, kLanes);
+            for (int64_t i = kept; i < padded; ++i) candidates[i] = -1;
+            weights = candidates;
         }
     }
-    // `count` weights are at least `low`; what is beyond k of them are ties at `low` itself.
     __builtin_memcpy(&floor, &low, 4);
-    const int32_t below = low - 1;
-    float under = -1;
-    if (low > 0) __builtin_memcpy(&under, &below, 4);
-    int64_t above;
-    const double total = sum_above(weights, padded, under, blocks, &above);
-    return total - static_cast<double>(count - k) * static_cast<double>(floor);
+    return floor;
 }
 
 // The token at the share `number` of the mass of the weights above `floor`, in order of ids. `blocks`: their sums.
@@ -123,13 +127,20 @@ inline int64_t draw(const float *logits, int64_t size, const Draw &wanted, float
     for (; i < size; ++i) weights[i] = exp2(broadcast((logits[i] - most) * scale))[0];
     for (; i < padded; ++i) weights[i] = 0;
 
-    float floor = 0;
-    int64_t count;
-    double mass = 0, total;
     const bool cut_k = wanted.top_k > 0 && wanted.top_k < size, cut_p = wanted.top_p < 1;
-    if (cut_p && cut_k) mass = sum_of_largest(weights, padded, wanted.top_k, blocks);
-    total = sum_above(weights, padded, floor, blocks, &count);
-    if (!cut_k) mass = total;
+    float floor = 0;
+    int64_t count, ties = 0;
+    if (cut_k) {
+        // Draws begin with what top-k leaves, ties for the last place included.
+        const float least = kth_largest(weights, padded, wanted.top_k, weights + padded, &count);
+        int32_t bits;
+        __builtin_memcpy(&bits, &least, 4);
+        ties = count - wanted.top_k;
+        if (bits > 0) --bits;
+        __builtin_memcpy(&floor, &bits, 4);
+    }
+    double total = sum_above(weights, padded, floor, blocks, &count);
+    const double mass = total - static_cast<double>(ties) * static_cast<double>(floor);
     for (uint64_t attempt = 0;; ++attempt) {
         const int64_t token =
             at_share(weights, padded, floor, blocks, total, uniform(wanted.seed, wanted.position, attempt));

@@ -59,7 +59,8 @@ struct Kernels {
     // x: [rows, size], in place: x * scales[row] + bias; bias may be null.
     void (*scale)(void *x, const float *scales, const void *bias, int64_t rows, int64_t size, bool bfloat16);
     // The token drawn from logits [size], or -1 where the largest is not finite. top-p applies to what top-k leaves, as
-    // in transformers and vLLM. Scratch: `weights` [size, up to a multiple of 256], `blocks` [a 256th of that].
+    // in transformers and vLLM. Scratch: `weights` [twice the size, up to a multiple of
+    // 256], `blocks` [a 256th of the size].
     int64_t (*draw)(const float *logits, int64_t size, const Draw &wanted, float *weights, double *blocks);
 };
 

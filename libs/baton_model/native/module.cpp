@@ -122,7 +122,7 @@ NB_MODULE(_kernels, m) {
         nb::gil_scoped_release released;
         in_parts(rows, size, threads, [&](int64_t first, int64_t count) {
             const int64_t blocks = (size + 255) / 256;
-            std::vector<float> weights(static_cast<size_t>(blocks * 256));
+            std::vector<float> weights(static_cast<size_t>(2 * blocks * 256));
             std::vector<double> sums(static_cast<size_t>(blocks));
             for (int64_t row = first; row < first + count; ++row)
                 tokens[row] = kernels().draw(
