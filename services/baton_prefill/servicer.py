@@ -82,13 +82,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         reservation = await engine.reserver.reserve(owner, count, deadline.remaining(), chain)
         pages, cached = reservation.pages, reservation.cached * page_size
         outgoing: Outgoing | None = None
-        submitted = False
+        submitted = held = False
         try:
+            # Before anything is awaited: another transfer of the same cached pages may go into quarantine meanwhile,
+            # and who holds them by then may go on reading.
+            engine.reserver.hold(pages, ("transfer", sequence_id))
+            held = True
             session = await engine.link.session(AGENT_WAIT_S)
             skipped = request.prefix_tokens // page_size
             transfer = await self._open(session, request, pages[skipped:])
             outgoing = Outgoing(session, transfer, len(prompt), request.prefix_tokens, smaller)
-            engine.reserver.hold(pages, ("transfer", sequence_id))
             self._sender.track(sequence_id, outgoing)
             if cached:
                 # What is cached was computed by a step that is done.
@@ -112,6 +115,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     self._let_go(engine, outgoing.session, outgoing.transfer, sequence_id),
                     f"end of transfer {outgoing.transfer.transfer:x}",
                 )
+            elif held:
+                engine.reserver.release(("transfer", sequence_id))
 
     def _validate(self, engine: EngineHost, request: prefill_pb2.RunRequest) -> None:
         """Raises InvalidRequest, ContextLengthExceeded, IncompatibleWorker. The agent checks the pages' bounds."""

@@ -1,10 +1,12 @@
 """A prefill worker's prefix cache: what need not be computed is sent all the same."""
 
+import asyncio
+
 import grpc
 import pytest
 
 from conditions import settle, until
-from fake_agent import Gate
+from fake_agent import Gate, refuse
 from prefill_rig import prefill_rig, run_request
 
 
@@ -182,6 +184,30 @@ async def test_pages_that_a_transfer_may_read_are_not_given_away(rig):
     await until(lambda: rig.pool.free == 2)
     rig.host.reserver.release("other")
     await rig.idle()
+
+
+async def test_who_shares_pages_with_a_transfer_that_goes_into_quarantine_sends_them_all_the_same(rig):
+    await compute(rig, 9)
+    kept = rig.pool.match(rig.host.chain([t % 90 for t in range(9)]).keys)
+    rig.host.reserver.hold(kept, "another transfer")
+    gate = rig.agent.before["OpenTransfer"] = Gate()
+    call = asyncio.create_task(compute(rig, 9))
+    await gate.entered.wait()
+    rig.host.reserver.quarantine("another transfer", "cancelling_transfer")
+    gate.open()
+    await until(lambda: len(rig.agent.steps) == 2)
+    rig.host.reserver.release_quarantine("another transfer")
+    response, told = await call
+    assert response.cached_tokens == 8 and told == [(0, [(0, 2, True)])]
+
+
+async def test_a_transfer_that_is_refused_leaves_nothing_held(rig):
+    await compute(rig, 9)
+    rig.agent.before["OpenTransfer"] = refuse("RESOURCE_EXHAUSTED", "TOO_MANY_TRANSFERS")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await rig.stub.Run(run_request(rig, 9))
+    await rig.idle()
+    assert not rig.pool.owners
 
 
 async def test_cancelled_while_only_cached_pages_are_on_their_way(rig):
