@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cluster import free_port
-from fabric_harness import NODE, SLOWNESS
+from fabric_harness import NODE, SLOWNESS, freeze
 
 AGENT = """
 import faulthandler, uvloop
@@ -74,11 +74,8 @@ class Agent:
         os.kill(self.pid, number)
 
     def freeze(self) -> None:
-        """SIGSTOP, and until every thread stands still."""
-        self.signal(signal.SIGSTOP)
-        tasks = Path(f"/proc/{self.pid}/task")
-        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
-            os.sched_yield()
+        """See fabric_harness."""
+        freeze(self.pid)
 
     def kill(self) -> None:
         assert self.process is not None

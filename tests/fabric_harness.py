@@ -50,6 +50,14 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = DEADLI
         pause.poll(1)
 
 
+def freeze(pid: int) -> None:
+    """SIGSTOP, and until every thread of the process stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.iterdir()):
+        os.sched_yield()
+
+
 class Side:
     """One engine, one region of `layers` x `pages` x `page_bytes`, one layer counter."""
 
@@ -165,7 +173,10 @@ class RemoteSide(Side):
         return [SimpleNamespace(**event) for event in self.call("wait", kinds, count, seconds)]
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            freeze(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def close(self) -> None:
         self._lines.close()
