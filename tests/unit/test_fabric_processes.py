@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +167,12 @@ def test_a_sender_that_was_stopped_itself_blames_nobody(opened: Open) -> None:
     both.sender.wait(TransferDone)
     both.receiver.wait(InboxFull)
     assert (both.receiver.bytes == both.sender.bytes).all()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGABRT, signal.SIGTERM])
+def test_a_process_that_dies_of_a_signal_says_so_and_leaves_no_file(tmp_path: Path, ending: signal.Signals) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "IPATH_NO_BACKTRACE"}
+    program = f"import baton_fabric._native, signal; signal.raise_signal({int(ending)})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == -ending
+    assert not list(tmp_path.iterdir())
