@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -87,14 +88,17 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
     try:
         return Settings(**(flags or {}))
     except ValidationError as error:
-        problems = [
-            ConfigProblem(".".join(map(str, item["loc"])), item["msg"], repr(item["input"])) for item in error.errors()
-        ]
-        raise ConfigError(problems) from error
+        raise ConfigError(list(map(_problem, error.errors()))) from error
     except (SettingsError, ValueError) as error:  # TOML that does not parse is a ValueError
         raise ConfigError([ConfigProblem(str(_file.get() or "environment"), str(error), "")]) from error
     finally:
         _file.reset(token)
+
+
+def _problem(item: ErrorDetails) -> ConfigProblem:
+    unknown = item["type"] == "extra_forbidden"
+    said = "there is no such option; `baton config --docs` lists all" if unknown else item["msg"]
+    return ConfigProblem(".".join(map(str, item["loc"])), said, repr(item["input"]))
 
 
 def _config_file(file: Path | None) -> Path | None:

@@ -94,6 +94,11 @@ def test_every_mistake_is_named(flags, where):
     assert [problem.where for problem in caught.value.problems] == [where]
 
 
+def test_an_option_that_does_not_exist_is_called_that():
+    with pytest.raises(ConfigError, match=r"decode\.data_paralel: there is no such option; `baton config --docs`"):
+        load_settings({"decode": {"data_paralel": 2}})
+
+
 def test_a_file_that_is_no_toml(tmp_path):
     file = tmp_path / "bad.toml"
     file.write_text("[gateway\n")
