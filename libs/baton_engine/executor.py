@@ -39,9 +39,9 @@ def cache_layout(spec: EngineSpec, facts: ModelFacts) -> PageLayout:
     largest = dataclasses.replace(one_page, kv_heads=most).region_bytes
     pages = spec.pages if spec.pages is not None else (spec.kv_bytes or 0) // largest
     if pages < 1:
+        given = f"pages is {spec.pages}" if spec.pages is not None else f"kv_bytes is {spec.kv_bytes or 0}"
         raise SpecInvalid(
-            f"room for {pages} pages: kv_bytes is {spec.kv_bytes}, pages is {spec.pages}; "
-            f"a page of all layers takes {largest} bytes",
+            f"the KV cache has no room for a page: {given}, and a page of all layers takes {largest} bytes",
             page_bytes=largest,
         )
     return dataclasses.replace(one_page, pages=pages)
