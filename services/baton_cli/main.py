@@ -1,6 +1,7 @@
 """The baton command."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -295,6 +296,11 @@ def _worker_flags(section: str, **options: str | None) -> dict[str, dict[str, An
 
 def main() -> None:
     """Typed errors become one message on stderr and exit status 1, or 2 if the configuration is at fault."""
+    # Processes that are started run another program at once. gRPC's own handlers of a fork are of no use to them, and
+    # write a line into the log at every start.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    # What gRPC has to say of connections that end is no news where services end.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()
     except KeyboardInterrupt:

@@ -55,6 +55,10 @@ def plan_cluster(settings: Settings, run_directory: Path, ports: Iterator[int], 
     if prefill == 0 and not cluster.colocated and settings.decode.local_prefill == "never":
         problem = "without prefill workers nothing computes a prompt: use --colocated, or set decode.local_prefill"
         raise ConfigError([ConfigProblem("cluster.prefill_workers", problem, "0")])
+    sizes = settings.prefill.page_size, settings.decode.page_size
+    if prefill and max(sizes) % min(sizes):
+        problem = f"one must divide the other, and decode.page_size is {sizes[1]}"
+        raise ConfigError([ConfigProblem("prefill.page_size", problem, str(sizes[0]))])
     if cluster.colocated:
         settings = _updated(settings, "decode", local_prefill="always")
     if "registry" not in settings.gateway.model_fields_set:

@@ -1,9 +1,13 @@
 """Where the time of a request went, as rows for people. Pure but for `timeline_table`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.v1 import common_pb2
 from rich.table import Table
+
+# More rows than these of a prompt's chunks would hide the rest of the table.
+_SHOWN_CHUNKS = 6
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,7 @@ def timeline_rows(timeline: common_pb2.Timeline, usage: common_pb2.Usage) -> lis
         rows.append(Row("prefill", None, "nothing to compute before the last prompt token"))
     if timeline.prefill_cached_tokens:
         rows.append(_cached(timeline.prefill_cached_tokens, "prefill"))
-    for number, chunk in enumerate(timeline.chunks, 1):
-        rate = f", {chunk.tokens * 1e6 / chunk.compute_us:,.0f} tokens/s" if chunk.compute_us else ""
-        rows.append(Row(f"prefill compute, chunk {number}", chunk.compute_us, f"{chunk.tokens} tokens{rate}"))
+    rows += _chunk_rows(timeline.chunks)
     rows += _transfer_rows(timeline.transfer)
     if timeline.inbox_us:
         rows.append(Row("all pages arrived", timeline.inbox_us, "since prefill was asked for"))
@@ -43,6 +45,23 @@ def timeline_rows(timeline: common_pb2.Timeline, usage: common_pb2.Usage) -> lis
         rate = f"{1e6 / timeline.inter_token_us:,.1f} tokens/s, {usage.completion_tokens} tokens"
         rows.append(Row("inter-token latency", timeline.inter_token_us, rate))
     return rows
+
+
+def _chunk_rows(chunks: Sequence[common_pb2.ChunkTiming]) -> list[Row]:
+    """A row a chunk; where there are many, the first, all between, and the last."""
+    if len(chunks) <= _SHOWN_CHUNKS:
+        return [_chunks(f"chunk {number}", [chunk]) for number, chunk in enumerate(chunks, 1)]
+    return [
+        _chunks("chunk 1", chunks[:1]),
+        _chunks(f"chunks 2 to {len(chunks) - 1}", chunks[1:-1]),
+        _chunks(f"chunk {len(chunks)}", chunks[-1:]),
+    ]
+
+
+def _chunks(name: str, chunks: Sequence[common_pb2.ChunkTiming]) -> Row:
+    tokens, compute_us = sum(chunk.tokens for chunk in chunks), sum(chunk.compute_us for chunk in chunks)
+    rate = f", {tokens * 1e6 / compute_us:,.0f} tokens/s" if compute_us else ""
+    return Row(f"prefill compute, {name}", compute_us, f"{tokens:,} tokens{rate}")
 
 
 def _cached(tokens: int, role: str) -> Row:

@@ -40,6 +40,9 @@ async def up(settings: Settings, console: Console, once: str | None = None, samp
         finally:
             await cluster.stop()
     except BaseException:
+        if not any(run_directory.iterdir()):
+            run_directory.rmdir()
+            raise
         console.print(f"[dim]logs are kept in {run_directory}[/]", highlight=False)
         raise
     if settings.cluster.run_directory is None:
@@ -73,18 +76,21 @@ async def answer_once(settings: Settings, console: Console, prompt: str, samplin
     console.print(Text.assemble(("Prompt  ", "bold"), textwrap.shorten(prompt, _SHOWN_PROMPT, placeholder=" …")))
     console.print("[bold]Answer[/]  ", end="")
     answer = Answer()
-    async with InferenceClient(settings) as client:
-        async for piece in client.generate([("user", prompt)], sampling, answer):
-            console.out(piece, end="", highlight=False)
-    console.print("\n")
+    try:
+        async with InferenceClient(settings) as client:
+            async for piece in client.generate([("user", prompt)], sampling, answer):
+                console.out(piece, end="", highlight=False)
+    finally:
+        console.print("\n")
     console.print(timeline_table(answer.timeline, answer.usage))
 
 
 def _print_summary(plan: ClusterPlan, console: Console, seconds: float) -> None:
     settings = plan.gateway.settings
     gateway = settings.gateway
+    quantization = "" if settings.model.quantization == "none" else f", {settings.model.quantization}"
     console.print(
-        f"[bold]{settings.model.name}[/] ({settings.model.dtype}) is served after {seconds:.1f} s: "
+        f"[bold]{settings.model.name}[/] ({settings.model.dtype}{quantization}) is served after {seconds:.1f} s: "
         f"HTTP [cyan]http://{gateway.http}/v1[/], gRPC [cyan]{gateway.grpc}[/]",
         highlight=False,
     )

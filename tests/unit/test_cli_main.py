@@ -32,6 +32,15 @@ def test_config_prints_what_is_in_force(tmp_path):
     assert 'http = "127.0.0.1:3"\ngrpc = "127.0.0.1:2"\n' in result.stdout
 
 
+def test_a_cluster_that_was_refused_before_it_began_leaves_no_directory(tmp_path):
+    where = tmp_path / "run"
+    result = baton("up", "--set", "prefill.page_size=24", "--run-directory", str(where), "--once", "x", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "prefill.page_size: one must divide the other" in result.stderr
+    assert "logs" not in result.stdout
+    assert not where.exists()
+
+
 def test_the_documentation_names_every_section():
     output = CliRunner().invoke(app, ["config", "--docs"], env={"COLUMNS": "200"}).output
     for path in ("model.name", "cluster.prefill_workers", "gateway.http", "decode.local_prefill", "agent.transport"):

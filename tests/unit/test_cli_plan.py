@@ -100,6 +100,13 @@ def test_a_cluster_that_could_not_compute_a_prompt_is_refused():
     assert len(plan(cluster={"prefill_workers": 0}, decode={"local_prefill": "fallback"}).services) == 3
 
 
+def test_workers_whose_pages_do_not_fit_each_other_are_refused():
+    with pytest.raises(ConfigError, match="one must divide the other"):
+        plan(prefill={"page_size": 24}, decode={"page_size": 16})
+    assert plan(prefill={"page_size": 24}, decode={"page_size": 8}).workers
+    assert plan(prefill={"page_size": 24}, cluster={"colocated": True}).workers
+
+
 def test_free_ports_are_free():
     ports = free_ports(20)
     assert len(set(ports)) == 20
@@ -126,6 +133,21 @@ def test_the_timeline_as_rows():
     assert rows["transfer"].note == "47.2 MB, 64 pages"
     assert rows["  in"].note == "1 write of 1,920 extents, 1,920.0 extents each"
     assert rows["inter-token latency"].note == "25.0 tokens/s, 9 tokens"
+
+
+def test_many_chunks_of_a_prompt_are_three_rows():
+    chunks = [common_pb2.ChunkTiming(tokens=32, compute_us=320_000)] * 19
+    chunks.append(common_pb2.ChunkTiming(tokens=17, compute_us=200_000))
+    told = [
+        (row.step.partition(", ")[2], row.duration_us, row.note)
+        for row in timeline_rows(common_pb2.Timeline(chunks=chunks), common_pb2.Usage())
+        if row.step.startswith("prefill compute")
+    ]
+    assert told == [
+        ("chunk 1", 320_000, "32 tokens, 100 tokens/s"),
+        ("chunks 2 to 19", 18 * 320_000, "576 tokens, 100 tokens/s"),
+        ("chunk 20", 200_000, "17 tokens, 85 tokens/s"),
+    ]
 
 
 def test_cached_tokens_are_told_by_where_they_were():
