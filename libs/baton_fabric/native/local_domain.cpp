@@ -142,6 +142,8 @@ void LocalDomain::read_sockets() {
     }
     for (LocalReceivingEndpoint *receiver : receivers_) {
         receiver->drop_ended();
+        // Only now: who comes in place of one that has left finds room.
+        receiver->accept_waiting();
     }
 }
 

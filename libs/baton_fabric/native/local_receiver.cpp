@@ -26,7 +26,13 @@ void LocalReceivingEndpoint::close() {
     listener_ = UniqueFd();
 }
 
-void LocalReceivingEndpoint::readable() {
+void LocalReceivingEndpoint::readable() { asked_ = true; }
+
+void LocalReceivingEndpoint::accept_waiting() {
+    if (!asked_) {
+        return;
+    }
+    asked_ = false;
     while (listener_) {
         int error = 0;
         UniqueFd socket = accept_from(listener_.get(), error);

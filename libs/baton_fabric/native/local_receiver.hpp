@@ -24,6 +24,8 @@ class LocalReceivingEndpoint : public ReceivingEndpoint, private LocalSocket {
     // From now on senders wake us; false if serve() has something to do already.
     bool prepare_to_sleep();
     void drop_ended();
+    // Takes those who have asked to connect since the last time.
+    void accept_waiting();
 
   private:
     void readable() override;
@@ -34,6 +36,7 @@ class LocalReceivingEndpoint : public ReceivingEndpoint, private LocalSocket {
     UniqueFd listener_;
     std::vector<std::unique_ptr<LocalConnection>> connections_;
     size_t turn_ = 0;
+    bool asked_ = false;
 };
 
 }  // namespace baton::fabric
