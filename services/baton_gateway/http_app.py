@@ -24,7 +24,7 @@ from baton_gateway.http_stream import CLIENT_CLOSED_REQUEST, ClientGone, EventSt
 from baton_gateway.openai_responses import ChatForm, Choice, CompletionForm, Form, Json
 from baton_gateway.openai_schema import ChatRequest, CompletionRequest
 from baton_gateway.output import Increment
-from baton_gateway.requests import Generation, Prompt, check_prompt, check_stop
+from baton_gateway.requests import Generation, Prompt, check_cache_salt, check_prompt, check_stop
 from baton_gateway.service import Arrival, GatewayService
 from baton_rpc import RemoteError
 from baton_tokenizer import TokenizerError
@@ -118,7 +118,7 @@ class OpenAiApi:
             prepare=prepare,
             sampling=sampling,
             stop=check_stop(body.stop_strings()),
-            cache_salt=body.cache_salt or "",
+            cache_salt=check_cache_salt(body.cache_salt or ""),
         )
 
     async def _respond(self, request: Request, job: Job, stream: bool | None) -> Response:

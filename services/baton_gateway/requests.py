@@ -71,6 +71,15 @@ def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
+def check_cache_salt(salt: str) -> str:
+    """Raises InvalidRequest for what JSON can spell and is no text: half of a surrogate pair."""
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("cache_salt holds a lone surrogate; it must be valid Unicode", "cache_salt") from error
+    return salt
+
+
 def check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises InvalidRequest for an empty prompt and for ids that the model does not have."""
     if not token_ids:

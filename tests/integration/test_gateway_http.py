@@ -44,6 +44,8 @@ async def test_every_refusal_is_an_openai_error_object() -> None:
         assert _error(await http.post(post, json={}), 400)["param"] == "prompt"
         surrogate = await http.post(post, content=b'{"prompt": "\\ud800"}', headers=json_type)
         assert _error(surrogate, 400)["code"] == "invalid_text"
+        salt = await http.post(post, content=b'{"prompt": "x", "cache_salt": "\\ud800"}', headers=json_type)
+        assert _error(salt, 400)["param"] == "cache_salt"
         assert _error(await http.get("/v1/nothing"), 404)["code"] == "not_found"
         assert _error(await http.get(post), 405)["code"] == "method_not_allowed"
         # No model named: the only one.

@@ -16,7 +16,7 @@ from baton_gateway.http_errors import from_validation, to_http
 from baton_gateway.http_stream import ClientGone, merged, until_client_leaves
 from baton_gateway.openai_responses import timeline_json
 from baton_gateway.openai_schema import ChatRequest, CompletionRequest
-from baton_gateway.requests import check_prompt, check_sampling, check_stop, fit_to_context
+from baton_gateway.requests import check_cache_salt, check_prompt, check_sampling, check_stop, fit_to_context
 from baton_gateway.service import Admission, Progress
 from baton_rpc import RemoteError
 
@@ -48,6 +48,12 @@ def test_sampling_at_its_bounds() -> None:
 def test_stops_that_are_refused(stop: list[str]) -> None:
     with pytest.raises(InvalidRequest):
         check_stop(stop)
+
+
+def test_a_cache_salt_is_text() -> None:
+    assert check_cache_salt("\0 é 😀") == "\0 é 😀"
+    with pytest.raises(InvalidRequest, match="cache_salt holds a lone surrogate"):
+        check_cache_salt("a\ud800")
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [5, 100]])
