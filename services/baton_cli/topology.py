@@ -9,6 +9,7 @@ from baton.v1 import agent_pb2, agent_pb2_grpc
 from rich.console import Console
 from rich.table import Table
 
+from baton_cli.timeline import format_bytes
 from baton_config.sections import AgentSettings
 from baton_fabric.assignment import DomainGroup, groups_of_agent
 from baton_fabric.topology import Nic, Topology, read_topology
@@ -26,12 +27,20 @@ def show(console: Console, sysfs: Path, agent: AgentSettings) -> None:
     found = read_topology(sysfs, allowed)
     groups = groups_of_agent(found, agent.transport, agent.node, agent.domains_by_device)
     tables = [_devices(found), _interfaces(found), _groups(groups)]
-    if sysfs == THIS_NODE:
-        tables.append(_open(asyncio.run(_running(agent.socket))))
+    running = asyncio.run(_running(agent.socket)) if sysfs == THIS_NODE else []
+    if running:
+        tables.append(_open(running))
     for table in tables:
         if table.row_count:
             console.print(table)
             console.print()
+    if running is None:
+        console.print(
+            f"No agent answers at {agent.socket}. Those of `baton up` are named in cluster.json in its run directory; "
+            "ask one by --set agent.socket=ADDRESS.",
+            highlight=False,
+        )
+        console.print()
     console.print(f"CPUs: {_cpus(found.allowed)} of {_cpus(found.cpus)} may be used; {_numa(found)}")
 
 
@@ -71,26 +80,25 @@ def _groups(groups: list[DomainGroup]) -> Table:
     return table
 
 
-async def _running(socket: str) -> list[agent_pb2.FabricDomain]:
-    """What the agent there has open; nothing if none is there."""
+async def _running(socket: str) -> list[agent_pb2.FabricDomain] | None:
+    """What the agent there has open; None if none is there."""
     async with open_channel(socket) as channel:
         try:
             stub = agent_pb2_grpc.TransferAgentStub(channel)
             answer = await stub.Describe(agent_pb2.DescribeRequest(), timeout=ANSWER_S)
         except grpc.aio.AioRpcError:
-            return []
+            return None
     return list(answer.domains)
 
 
 def _open(domains: list[agent_pb2.FabricDomain]) -> Table:
     table = _table(
-        "Open in the running agent", "domain", "provider", "bound to", "memory on", "written", "writes", "arrived"
+        "Open in the running agent", "domain", "provider", "bound to", "memory on", "written", "writes", "immediates"
     )
     for domain in domains:
         bound = ", ".join(dict.fromkeys(each for each in (domain.device, domain.address) if each))
-        written = f"{domain.bytes / 1e9:.3f} GB"
-        counts = str(domain.writes), f"{domain.immediates} immediates"
-        table.add_row(domain.name, domain.provider, bound, ", ".join(domain.serves), written, *counts)
+        counts = format_bytes(domain.bytes), str(domain.writes), str(domain.immediates)
+        table.add_row(domain.name, domain.provider, bound, ", ".join(domain.serves), *counts)
     return table
 
 

@@ -18,7 +18,7 @@ from baton_cli.plan import ClusterPlan, plan_cluster, ports_needed
 from baton_cli.ports import AddressTakenError, free_ports, is_free
 from baton_cli.progress import Progress
 from baton_cli.timeline import timeline_table
-from baton_config import Settings, resolve_model
+from baton_config import ConfigError, ConfigProblem, Settings, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +112,13 @@ def _with_free_addresses(settings: Settings, *, choose: bool) -> Settings:
 
 
 def _make_run_directory(configured: Path | None) -> Path:
-    """A unix socket's path holds 107 bytes, so the directory is short."""
+    """A unix socket's path holds 107 bytes, so the directory is short. Raises ConfigError where none can be made."""
     if configured is not None:
-        configured.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            configured.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"the directory can't be made: {error.strerror}"
+            raise ConfigError([ConfigProblem("cluster.run_directory", problem, str(configured))]) from error
         return configured.resolve()
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = base and os.access(base, os.W_OK | os.X_OK) and len(base) < 40

@@ -41,6 +41,13 @@ def test_a_cluster_that_was_refused_before_it_began_leaves_no_directory(tmp_path
     assert not where.exists()
 
 
+def test_a_run_directory_that_cannot_be_made_is_a_mistake_in_the_configuration(tmp_path):
+    (tmp_path / "file").touch()
+    result = baton("up", "--run-directory", str(tmp_path / "file" / "run"), "--once", "x", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "cluster.run_directory: the directory can't be made: Not a directory" in " ".join(result.stderr.split())
+
+
 def test_the_documentation_names_every_section():
     output = CliRunner().invoke(app, ["config", "--docs"], env={"COLUMNS": "200"}).output
     for path in ("model.name", "cluster.prefill_workers", "gateway.http", "decode.local_prefill", "agent.transport"):

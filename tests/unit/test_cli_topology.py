@@ -65,6 +65,7 @@ def test_this_machine(tmp_path: Path) -> None:
     result = run("--set", f"agent.socket=unix:{tmp_path}/nobody")
     assert result.exit_code == 0, result.output
     assert "running agent" not in result.output
+    assert "No agent answers at unix:" in result.output
 
 
 async def test_what_the_running_agent_has_open() -> None:
@@ -77,5 +78,5 @@ async def test_what_the_running_agent_has_open() -> None:
         finally:
             await service.stop()
     assert result.exit_code == 0, result.output
-    expected = ["127.0.0.1", "fake", "fake0, 127.0.0.1", "host", "0.000 GB", "0", "0 immediates"]
+    expected = ["127.0.0.1", "fake", "fake0, 127.0.0.1", "host", "0 B", "0", "0"]
     assert expected in rows(result.output), result.output
