@@ -13,7 +13,7 @@ import pytest
 
 import stub_service
 from baton_actors import RestartLimitExceeded
-from baton_cli.child import ServiceFailedError
+from baton_cli.child import ServiceFailedError, remove_shared_memory
 from baton_cli.inference import Answer, InferenceClient, Sampling
 from baton_config import Settings
 
@@ -46,6 +46,14 @@ def of_directory(directory):
         if any(str(directory) in argument for argument in arguments) and process.info["status"] != "zombie":
             found.append(process.info["pid"])
     return found
+
+
+def test_memory_that_a_killed_agent_shared_is_removed(tmp_path):
+    for name in ("77:0:1", "77:0:2", "778:0:1", "7:0:1", "77"):
+        (tmp_path / name).touch()
+    os.utime(tmp_path / "77:0:2", (1000, 1000))
+    remove_shared_memory(77, since=2000, directory=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"77:0:2", "778:0:1", "7:0:1", "77"}
 
 
 async def test_a_cluster_starts_answers_restarts_what_dies_and_leaves_nothing(directory):
