@@ -4,6 +4,7 @@ import asyncio
 
 from rich.console import Console
 
+from baton_cli.answer_text import show
 from baton_cli.inference import Answer, InferenceClient, Sampling
 from baton_cli.timeline import timeline_table
 from baton_config import Settings
@@ -16,7 +17,7 @@ async def generate(
     answer = Answer()
     async with InferenceClient(settings) as client:
         async for piece in client.generate([("user", prompt)] if chat else prompt, sampling, answer):
-            console.out(piece, end="", highlight=False)
+            show(console, piece)
     console.print()
     if timeline:
         console.print(timeline_table(answer.timeline, answer.usage))
@@ -60,4 +61,4 @@ async def _print_answer(
 ) -> None:
     console.print("[bold green]model[/] ", end="")
     async for piece in client.generate(messages, sampling, answer):
-        console.out(piece, end="", highlight=False)
+        show(console, piece)

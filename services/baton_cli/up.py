@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from baton_actors import serve_until_signalled
+from baton_cli.answer_text import show
 from baton_cli.cluster import Cluster
 from baton_cli.inference import Answer, InferenceClient, Sampling
 from baton_cli.plan import ClusterPlan, plan_cluster, ports_needed
@@ -79,7 +80,7 @@ async def answer_once(settings: Settings, console: Console, prompt: str, samplin
     try:
         async with InferenceClient(settings) as client:
             async for piece in client.generate([("user", prompt)], sampling, answer):
-                console.out(piece, end="", highlight=False)
+                show(console, piece)
     finally:
         console.print("\n")
     console.print(timeline_table(answer.timeline, answer.usage))
