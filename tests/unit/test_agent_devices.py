@@ -117,11 +117,12 @@ async def test_what_can_not_be_imported_or_registered_is_refused_and_leaves_noth
     async with worker(f"unix:{tmp_path}/a") as client:
         await client.describe()
         path, session = client.handoff_path, client.session
+        # What earlier tests left to the garbage collector may go meanwhile, so fewer are as good.
         before = len(os.listdir("/proc/self/fd"))
 
         async def refused(**changes: object) -> tuple[str, str]:
             result = await refusal(model.attach(path, session, **changes))
-            await until(lambda: agent.sessions.count == 0 and len(os.listdir("/proc/self/fd")) == before)
+            await until(lambda: agent.sessions.count == 0 and len(os.listdir("/proc/self/fd")) <= before)
             assert not process.held_but("contexts")
             assert not engine_of(agent).device_regions
             return result
