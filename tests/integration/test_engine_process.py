@@ -443,7 +443,7 @@ async def test_loading_is_reported_and_the_engine_describes_itself(caplog: pytes
     [
         (EngineSpec(model_path=toy.REFUSES, pages=1), "NOT_FOUND", "TOY_NOT_FOUND", "no such toy"),
         (EngineSpec(model_path="toy"), "INVALID_ARGUMENT", "ENGINE_SPEC_INVALID", "exactly one"),
-        (EngineSpec(model_path="toy", kv_bytes=100), "INVALID_ARGUMENT", "ENGINE_SPEC_INVALID", "no room for a page: kv_bytes is 100"),
+        (EngineSpec(model_path="toy", kv_bytes=100), "INVALID_ARGUMENT", "ENGINE_SPEC_INVALID", "kv_bytes is 100"),
         (EngineSpec(model_path=toy.CRASHES, pages=1), "FAILED_PRECONDITION", "ENGINE_DIED", "exited with code 3"),
     ],
     ids=["refused", "no size", "too small", "crash"],
