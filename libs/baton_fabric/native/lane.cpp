@@ -16,9 +16,9 @@ namespace {
 // connection is being made), by time, with growing pauses.
 constexpr uint64_t kFirstRetryNs = 50'000;
 constexpr uint64_t kLongestRetryNs = 2'000'000;
-// No write is begun beyond this, which a cancelled transfer must wait for: 3 to 4 ms over tcp. As fast as four times as
-// much, which no socket and no network takes in at once.
-constexpr uint64_t kMostBytes = 16 << 20;
+// No write is begun beyond this, which a cancelled transfer must wait for: 8 to 17 ms over tcp. Room for a whole window
+// of 64 writes of 384 KiB, the pages of the default model in runs of 32.
+constexpr uint64_t kMostBytes = 32 << 20;
 
 }  // namespace
 
