@@ -108,6 +108,7 @@ async def costs(layers: int, rounds: int) -> list[Cost]:
         agent = TransferAgentServicer(
             service.descriptor,
             addresses.handoff,
+            service.describe_domains,
             service.sessions,
             service.sender,
             service.receiver,
