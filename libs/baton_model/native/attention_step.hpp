@@ -34,6 +34,8 @@ private:
     };
 
     void store(char *cache, const char *entries, int64_t entry_stride) const;
+    // Brings a sequence's pages nearer.
+    void touch(const char *cache, int64_t sequence) const;
     void attend(char *cache, const char *queries, int64_t query_stride, char *out, const Band &band, int64_t head) const;
 
     CacheShape shape_;
