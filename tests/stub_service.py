@@ -20,7 +20,7 @@ from baton.v1 import (
     registry_pb2_grpc,
 )
 
-from baton_actors import serve_until_signalled
+from baton_actors import hold_stop_signals, serve_until_signalled
 from baton_cli.cluster import Cluster
 from baton_cli.parent import end_with_parent
 from baton_cli.plan import plan_cluster, ports_needed
@@ -108,6 +108,7 @@ async def up(directory: Path):
     cluster = make_cluster(Settings(), directory)
     try:
         await cluster.start()
+        hold_stop_signals()  # whoever reads this may send one at once
         print("ready", flush=True)
         await serve_until_signalled(cluster.join())
     finally:
