@@ -96,7 +96,7 @@ def test_draws_follow_the_truncated_distribution(sampling: Sampling) -> None:
     top_p=st.floats(0.001, 1),
     draw_seed=st.integers(0, 2**64 - 1),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_no_token_outside_the_truncation_is_drawn(
     seed: int, temperature: float, top_k: int, top_p: float, draw_seed: int
 ) -> None:

@@ -241,7 +241,7 @@ def test_a_scheduler_without_budget_is_refused() -> None:
     chunk_tokens=st.integers(1, 24),
     max_batch=st.integers(1, 5),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_the_load_figures_add_up(prompts: list[tuple[int, bool, int, int]], chunk_tokens: int, max_batch: int) -> None:
     scheduler = Scheduler(chunk_tokens=chunk_tokens, max_batch=max_batch, page_size=PAGE)
     for index, (prompt, prefill_only, max_tokens, cached) in enumerate(prompts):
@@ -418,4 +418,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(deadline=None, max_examples=80, stateful_step_count=60)
+TestLife.settings = settings(max_examples=80, stateful_step_count=60)

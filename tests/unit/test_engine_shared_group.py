@@ -50,7 +50,7 @@ def test_what_is_no_number_stays_none() -> None:
     assert found[2] == 0 and torch.signbit(found[2]) and found[3] == torch.tensor(2e38, dtype=torch.bfloat16)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(ranks=st.integers(2, 4), sizes=st.lists(st.integers(0, 3 * PIECE_BYTES // 4 + 5), min_size=1, max_size=4))
 def test_any_sizes_one_after_the_other(ranks: int, sizes: list[int]) -> None:
     def work(group: SharedGroup) -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ def test_any_sizes_one_after_the_other(ranks: int, sizes: list[int]) -> None:
             assert torch.equal(found[at], torch.full((size,), float(sum(range(ranks)) + at * ranks)))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     widths=st.lists(st.sampled_from([1, 2, 3, 17, PIECE_BYTES // 8 + 3]), min_size=1, max_size=4),
     rows=st.integers(0, 4),

@@ -338,7 +338,7 @@ def test_overrides_of_what_is_not_there_are_refused(tmp_path: Path, override: di
 
 
 @given(st.integers(1, 8), st.integers(1, 8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_gpu_has_a_nic_and_every_nic_is_used(gpus: int, nics: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         flat_guest(Path(directory), gpus, nics)

@@ -257,7 +257,7 @@ def transfers(draw: st.DrawFn) -> tuple[list[int], list[int], list[tuple[int, in
     return source, destination, extents, chunks, delays
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(transfers())
 def test_any_transfer_moves_exactly_its_bytes(
     both: Pair, case: tuple[list[int], list[int], list[tuple[int, int, int]], list[int], list[int]]

@@ -44,7 +44,7 @@ def _run(
     return text + increment.text, tokens, increment
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=30), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_without_stops_all_text_comes_out(text: str, sizes: list[int]) -> None:
     ids = tokenizer().encode(text, add_special_tokens=False)
@@ -54,7 +54,7 @@ def test_without_stops_all_text_comes_out(text: str, sizes: list[int]) -> None:
     assert last.usage.completion_tokens == len(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), stop=st.sampled_from(["lo w", "o", "🙂", "ld"]))
 def test_a_stop_string_cuts_at_the_same_place_however_tokens_arrive(sizes: list[int], stop: str) -> None:
     text = "hello wörld 🙂 old"

@@ -143,4 +143,4 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
-TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30)

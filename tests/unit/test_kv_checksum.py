@@ -122,7 +122,7 @@ def cases(draw):
     return order, heads, tp(), tp(), page, layers, prefix, prompt, draw(st.integers(0, 99))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_both_sides_cover_the_same_bytes(case) -> None:
     order, heads, source_tp, destination_tp, (ours, theirs), layers, prefix, prompt, seed = case

@@ -370,4 +370,4 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixMachine.settings = settings(max_examples=150, stateful_step_count=40)

@@ -119,7 +119,7 @@ def test_latent_caches_between_page_sizes(sizes: tuple[int, int]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_any_prompt_prefix_chunks_and_regions(data: st.DataObject) -> None:
     order: Order = data.draw(st.sampled_from(["HND", "NHD", "MLA"]))
     mla = order == "MLA"

@@ -493,7 +493,7 @@ class World(RuleBasedStateMachine):
 
 
 TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestWorld.settings = settings(max_examples=300, stateful_step_count=60)
 
 
 # --- two ways to the same accident, too long to be found every time --------------------------------------------------

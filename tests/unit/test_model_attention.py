@@ -72,7 +72,7 @@ def batches(draw):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches())
 def test_any_mix_of_decodes_and_chunks(drawn):
     page_size, sequences, pages, kv_heads, shared, order, seed = drawn

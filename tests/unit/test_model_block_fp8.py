@@ -47,7 +47,7 @@ def ranges(size: int) -> st.SearchStrategy[range]:
     return st.tuples(st.integers(0, size), st.integers(0, size)).filter(lambda x: x[0] < x[1]).map(lambda x: range(*x))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ranges(17), ranges(20))
 def test_slices_need_not_fall_on_the_edges_of_blocks(source, rows, columns):
     weights, expected = source

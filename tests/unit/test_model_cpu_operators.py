@@ -32,7 +32,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 100), DTYPES, st.integers(0, 9))
 def test_rms_norm(rows, size, dtype, seed):
     x, weight = random(rows, size, seed=seed, dtype=dtype), random(size, seed=seed + 1, dtype=dtype)
@@ -40,14 +40,14 @@ def test_rms_norm(rows, size, dtype, seed):
     assert close(CpuOperators().rms_norm(x, weight, 1e-5), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 100), DTYPES, st.sampled_from([0.1, 1.0, 100.0]))
 def test_silu_and_mul(rows, inner, dtype, size):
     gate_up = random(rows, 2 * inner, dtype=dtype) * size
     assert close(CpuOperators().silu_and_mul(gate_up), TorchOperators().silu_and_mul(gate_up.float()).to(dtype))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 40), DTYPES)
 def test_rotation_of_some_heads_in_place(rows, heads, half, dtype):
     x, angles = random(rows, heads + 2, 2 * half, dtype=dtype), random(rows, 1, half, seed=1)
@@ -72,7 +72,7 @@ def test_rows_may_be_shared_by_threads(threads):
         torch.set_num_threads(before)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from([6, 16, 20, 64, 80, 128]),
     DTYPES,

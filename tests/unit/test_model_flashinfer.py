@@ -52,7 +52,7 @@ def batches(draw):
     return page_size, sequences, pages, heads, draw(st.sampled_from(["HND", "NHD"])), draw(st.integers(0, 99))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_a_plan_says_where_every_token_lies(drawn):
     page_size, sequences, pages, *_ = drawn
@@ -71,7 +71,7 @@ def test_a_plan_says_where_every_token_lies(drawn):
     assert plan.decode == all(new == 1 for _, new in sequences)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches())
 def test_flashinfer_and_the_cpu_agree_in_every_bit_of_the_cache(drawn):
     page_size, sequences, pages, (kv_heads, shared), order, seed = drawn
@@ -94,7 +94,7 @@ def test_flashinfer_and_the_cpu_agree_in_every_bit_of_the_cache(drawn):
     assert torch.equal(ours.tensor, theirs.tensor)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(0, 3), st.sampled_from([1, 4]))
 def test_a_padded_batch_computes_and_stores_the_same(pasts, missing, page_size):
     pages = list(range(40 * len(pasts)))
@@ -129,7 +129,7 @@ def latent_inputs(tokens: int, heads: int) -> tuple[torch.Tensor, torch.Tensor, 
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batches())
 def test_latent_attention_agrees_too(drawn):
     page_size, sequences, pages, (heads, _), _, seed = drawn

@@ -64,7 +64,7 @@ def ranges(size: int) -> st.SearchStrategy[range]:
     return st.tuples(st.integers(0, size), st.integers(0, size)).filter(lambda x: x[0] < x[1]).map(lambda x: range(*x))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ranges(64), ranges(16))
 def test_slices_of_the_matrix_that_the_file_has_in_two(weights, rows, columns):
     source, expected = weights

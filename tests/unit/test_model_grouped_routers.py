@@ -58,7 +58,7 @@ def check(router, x: torch.Tensor, wanted: list[dict[int, float]]) -> None:
         assert all(math.isclose(found[i], each[i], rel_tol=1e-4) for i in each)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs(), st.integers(0, 2**31))
 def test_softmax_within_the_groups_of_the_best_experts(config, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +68,7 @@ def test_softmax_within_the_groups_of_the_best_experts(config, seed):
     check(GroupLimitedRouter(weight, config), x, [expected(each, each, config, 1) for each in scores])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs(), st.integers(0, 2**31))
 def test_sigmoids_with_a_bias_that_only_the_choice_sees(config, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -60,7 +60,7 @@ def batches(draw):
     return page_size, sequences, draw(st.permutations(range(needed + 2))), draw(st.integers(1, 3)), draw(st.integers(0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batches(), st.sampled_from([VALUE, NOPE + ROPE]))
 def test_any_mix_of_decodes_and_chunks(drawn, value):
     page_size, sequences, pages, heads_count, seed = drawn

@@ -25,7 +25,7 @@ def test_hadamard_matrices_rotate(exponent):
     assert torch.equal(matrix, matrix.T)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 200), st.integers(1, 200), st.booleans(), st.integers(0, 99))
 def test_int8_of_any_shape(tokens, inputs, outputs, bias, seed):
     weight, x = random(outputs, inputs, seed=seed), random(tokens, inputs, seed=seed + 1)

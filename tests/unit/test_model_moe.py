@@ -50,7 +50,7 @@ def token_by_token(source: MemoryWeights, x, factors, chosen) -> torch.Tensor:
 @given(
     tokens=st.integers(1, 30), count=st.integers(1, 9), ranks=st.integers(1, 4), seed=st.integers(0, 99), data=st.data()
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_ranks_parts_sum_to_each_token_through_its_experts(tokens, count, ranks, seed, data):
     active = data.draw(st.integers(1, count))
     random = torch.Generator().manual_seed(seed)

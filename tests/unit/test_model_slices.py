@@ -59,7 +59,7 @@ def sharded(draw) -> tuple[SmallModel, int]:
 
 
 @given(sharded())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_together_the_ranks_read_every_element_and_what_is_split_once(case):
     small, ranks = case
     sources, progress = zip(*(load(small, AbsentRank(rank, ranks)) for rank in range(ranks)), strict=True)
@@ -78,7 +78,7 @@ def test_together_the_ranks_read_every_element_and_what_is_split_once(case):
 
 
 @given(sharded())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_rank_reads_more_than_its_share_rounded_up(case):
     small, ranks = case
     parts = min(ranks, small.kv_heads)
@@ -132,7 +132,7 @@ def sources(tmp_path_factory) -> list[tuple[WeightSource, SmallModel]]:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_slice_is_that_part_of_the_whole(sources, data):
     source, small = data.draw(st.sampled_from(sources))
     name = data.draw(st.sampled_from(sorted(small.state)))

@@ -53,7 +53,7 @@ prompts = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompts=prompts, page_size=st.integers(1, 7), chunk_tokens=st.integers(1, 23))
 def test_chunk_plans_cover_each_page_once_and_only_when_it_is_complete(prompts, page_size, chunk_tokens):
     async def run():

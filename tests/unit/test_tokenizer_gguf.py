@@ -92,7 +92,7 @@ def test_digits_stand_alone_where_the_plain_gpt2_split_would_join_them() -> None
     assert [tokenizer.decode([i]) for i in tokenizer.encode("  12")] == ["  ", "1", "2"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=60))
 def test_any_text_follows_the_rule_and_comes_back(text: str) -> None:
     ids = default_tokenizer().encode(text)
@@ -157,7 +157,7 @@ def test_wrong_magic_wrong_version_empty_and_absent(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "absent.gguf")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut=st.integers(0, 400))
 def test_a_truncated_file_is_a_typed_error(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "model.gguf"

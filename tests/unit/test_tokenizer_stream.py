@@ -32,7 +32,7 @@ _NAMES = ["byte level", "byte fallback", "word pieces", "default model"]
 
 
 @pytest.mark.parametrize("name", _NAMES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_increments_and_flush_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
     tokenizer = tokenizers()[name]
@@ -125,7 +125,7 @@ def _reference(stops: list[str], text: str) -> tuple[str, bool]:
 _TEXT = st.text(alphabet="ab\n👍é", max_size=24)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     stops=st.lists(st.text(alphabet="ab\n👍é", min_size=1, max_size=5), max_size=4), pieces=st.lists(_TEXT, max_size=8)
 )
@@ -134,7 +134,7 @@ def test_the_cut_depends_on_the_text_not_on_the_increments(stops: list[str], pie
     assert _run(stops, list("".join(pieces))) == _reference(stops, "".join(pieces))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3), text=st.text("abc"))
 def test_nothing_is_held_without_need(stops: list[str], text: str) -> None:
     checker = StopChecker(stops)

@@ -152,4 +152,4 @@ class PrefixReservations(RuleBasedStateMachine):
 
 
 TestPrefixReservations = PrefixReservations.TestCase
-TestPrefixReservations.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPrefixReservations.settings = settings(max_examples=60, stateful_step_count=30)

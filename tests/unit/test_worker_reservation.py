@@ -107,7 +107,7 @@ class Reservations(RuleBasedStateMachine):
 
 
 TestReservations = Reservations.TestCase
-TestReservations.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestReservations.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 async def test_what_can_never_be_held_is_refused_at_once():
