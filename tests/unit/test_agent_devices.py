@@ -1,7 +1,5 @@
 """A rank's memory on a GPU: handed over, registered, given back. Over a fake engine and a recording CUDA driver."""
 
-import os
-
 import pytest
 
 import fake_fabric
@@ -14,6 +12,7 @@ from baton_agent.service import Addresses, TransferAgentService
 from baton_memory import Handoff, HandoffError
 from baton_memory.cuda import Device, DeviceMemory, open_driver
 from conditions import until
+from descriptors import open_descriptors
 from fake_cuda import GRANULARITY, CUdevice_attribute, CUresult, Machine, Process
 
 
@@ -117,12 +116,11 @@ async def test_what_can_not_be_imported_or_registered_is_refused_and_leaves_noth
     async with worker(f"unix:{tmp_path}/a") as client:
         await client.describe()
         path, session = client.handoff_path, client.session
-        # What earlier tests left to the garbage collector may go meanwhile, so fewer are as good.
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
 
         async def refused(**changes: object) -> tuple[str, str]:
             result = await refusal(model.attach(path, session, **changes))
-            await until(lambda: agent.sessions.count == 0 and len(os.listdir("/proc/self/fd")) <= before)
+            await until(lambda: agent.sessions.count == 0 and open_descriptors() == before)
             assert not process.held_but("contexts")
             assert not engine_of(agent).device_regions
             return result

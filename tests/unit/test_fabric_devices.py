@@ -8,6 +8,7 @@ import pytest
 from baton_fabric._native import Engine, InboxFull, TransferDone
 from baton_fabric.errors import FabricError
 from baton_memory import LayerCounter, SharedMemory
+from descriptors import open_descriptors
 from fabric_harness import Pair, pair
 
 RANGE = (1 << 40, 2 << 20, 0)
@@ -63,7 +64,7 @@ def test_a_gpus_memory_is_refused_where_it_was_not_asked_for() -> None:
 def test_what_the_provider_refuses_leaves_nothing() -> None:
     """shm of every libfabric has the capability; whether there is CUDA behind it shows at the first registration."""
     engine = Engine("shm", device_memory=True)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     dmabuf = os.memfd_create("no dma-buf")
     try:
         assert engine.capabilities()[0]["device_memory"] is True
@@ -81,7 +82,7 @@ def test_what_the_provider_refuses_leaves_nothing() -> None:
         assert engine.metrics()["regions"] == 0
     finally:
         os.close(dmabuf)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_descriptors() == before
         engine.close()
 
 

@@ -14,6 +14,7 @@ import pytest
 from baton_fabric._native import Engine, InboxFull, PeerFailed, TransferDone, TransferFailed
 from baton_fabric.errors import FabricError
 from baton_kv.immediate import encode
+from descriptors import open_descriptors
 from fabric_harness import Pair, pair, wait_until
 from local_wire import (
     CLOSED,
@@ -393,9 +394,6 @@ def test_what_a_receiver_did_before_it_closed_is_done(both: Pair, receiver: Rece
 
 
 def test_connections_and_endpoints_leave_nothing_behind(both: Pair) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     def once() -> None:
         both.receiver.engine.close_endpoint(both.endpoint)
         both.sender.wait(PeerFailed)
@@ -404,10 +402,10 @@ def test_connections_and_endpoints_leave_nothing_behind(both: Pair) -> None:
         both.sender.wait(TransferDone)
 
     once()
-    before = descriptors()
+    before = open_descriptors()
     for _ in range(100):
         once()
-    assert descriptors() == before
+    assert open_descriptors() == before
     assert Path("/proc/self/maps").read_text().count("memfd:baton-ring") == 2
 
 

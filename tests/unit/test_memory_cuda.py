@@ -30,16 +30,13 @@ from baton_memory.cuda import (
 from baton_memory.cuda.driver import BINDINGS
 from baton_memory.cuda.layer_counter import STORE_LAYER_PTX
 from baton_memory.cuda.memory import round_up
+from descriptors import open_descriptors
 from fake_cuda import GRANULARITY, CUdevice_attribute, CUresult, Machine, Process
 from fake_gpu import HostGpu
 
 RDMA = CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
 DMABUF = CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 VMM = CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def device(process: Process, ordinal: int = 0) -> Device:
@@ -125,10 +122,10 @@ def test_memory_crosses_to_a_process_that_counts_gpus_otherwise(machine, process
 
 def test_retired_memory_is_given_back_but_its_addresses_are_kept(process):
     memory = DeviceMemory.create(device(process), 1)
-    before = descriptors()
+    before = open_descriptors()
     memory.retire()
     assert memory.fd == -1
-    assert descriptors() == before - 1
+    assert open_descriptors() == before - 1
     assert process.held_but("contexts") == {"ranges": {memory.address: GRANULARITY}}
     memory.retire()
     memory.close()
@@ -276,7 +273,7 @@ def test_whichever_call_fails_all_before_it_is_undone(use: Callable[[Device], No
     while True:
         process = Process()
         gpu = device(process)
-        before = descriptors()
+        before = open_descriptors()
         process.fail(number)
         try:
             use(gpu)
@@ -286,7 +283,7 @@ def test_whichever_call_fails_all_before_it_is_undone(use: Callable[[Device], No
         else:
             assert number > len(process.calls)
             break
-        assert descriptors() == before, failed
+        assert open_descriptors() == before, failed
         assert set(process.held_but("contexts")) <= KEEPS.get(failed, set()), failed
         assert process.contexts == {0: 1 + (failed == "cuDevicePrimaryCtxRelease")}, failed
         number += 1

@@ -24,6 +24,7 @@ from baton_memory.errors import SharedMemoryError
 from baton_memory.frames import encode_frame
 from baton_memory.handoff_server import HandoffServer, ReceivedHandoff
 from baton_memory.sockets import clear_stale_socket
+from descriptors import open_descriptors
 
 LAYOUT = {
     "order": "HND",
@@ -152,7 +153,7 @@ async def test_malformed_hand_offs_are_refused_and_leave_nothing(agent, memory, 
     null = os.open("/dev/null", os.O_RDWR)
     short = SharedMemory.create("short", LENGTH - 1)
     body = OFFER.to_json()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     cases = [
         (b"\0" * 64, [], b"BATN"),
         (encode_frame(body, 3)[:6] + b"\xff\xff" + encode_frame(body, 3)[8:], good, b"at most"),
@@ -174,7 +175,7 @@ async def test_malformed_hand_offs_are_refused_and_leave_nothing(agent, memory, 
         assert says in answer, (says, answer)
         assert b'"ok":false' in answer
     assert b"before the offer was whole" in await talk(agent.server.path, encode_frame(body, 3)[:20], good, finish=True)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     assert not agent.offers
     assert agent.closed.empty()
     os.close(null)

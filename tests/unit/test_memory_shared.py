@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton_memory import CounterMovedBack, LayerCounter, MemoryInUse, MemoryInvalid, SharedMemory
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+from descriptors import open_descriptors
 
 
 def test_two_mappings_of_one_memory_see_each_other():
@@ -51,14 +48,14 @@ def test_closing_while_viewed_is_refused_and_changes_nothing():
 
 
 def test_nothing_leaks():
-    before = descriptors()
+    before = open_descriptors()
     for _ in range(20):
         memory, counter = SharedMemory.create("pages", 4096), LayerCounter.create()
         memory.close()
         counter.close()
         with pytest.raises(MemoryInvalid):
             SharedMemory.create("pages", 0)
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def unsealed() -> int:
