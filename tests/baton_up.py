@@ -31,6 +31,10 @@ class Up:
     http: str
     grpc: str
 
+    def check(self) -> None:
+        """Fails if the cluster has ended."""
+        assert self.process.poll() is None, (self.directory.parent / "up.log").read_text()
+
     @property
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=60)
@@ -45,7 +49,7 @@ class Up:
 
 @asynccontextmanager
 async def up(checkpoint: Path, directory: Path, *options: str) -> AsyncIterator[Up]:
-    """Started, healthy; afterwards ended by Ctrl-C, with nothing left."""
+    """Started and healthy, also in the eyes of what supervises it; afterwards ended by Ctrl-C, with nothing left."""
     http, grpc = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "baton_cli.main", "up", "--model", str(checkpoint), "--http", http, "--grpc", grpc]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
@@ -64,13 +68,20 @@ async def up(checkpoint: Path, directory: Path, *options: str) -> AsyncIterator[
         async with httpx.AsyncClient() as client:
 
             async def healthy() -> bool:
-                assert process.poll() is None, (directory / "up.log").read_text()
+                running.check()
                 try:
                     return (await client.get(f"{running.http}/health")).status_code == 200
                 except httpx.TransportError:
                     return False
 
             await until(healthy, "a healthy cluster", 120)
+
+        def all_ready() -> bool:
+            running.check()
+            return all(service["state"] == "ready" for service in running.services())
+
+        # A service that dies before is a failed start, which ends the cluster.
+        await until(all_ready, "a cluster whose services are all ready", 30)
         services = psutil.Process(process.pid).children(recursive=True)
         yield running
         process.send_signal(signal.SIGINT)

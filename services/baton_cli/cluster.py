@@ -31,7 +31,7 @@ class Cluster:
         self._program = program
         self._began = time.monotonic()
         self._supervisors: dict[str, Supervisor] = {}
-        self._processes: dict[str, ServiceProcess] = {}
+        self._processes: dict[str, tuple[ServiceProcess, str]] = {}
 
     async def start(self) -> None:
         """Returns when every worker is registered and the gateway serves. Raises ServiceFailedError."""
@@ -67,7 +67,7 @@ class Cluster:
         self._supervisors[plan.name] = supervisor
 
     def _note(self, process: ServiceProcess, state: str) -> None:
-        self._processes[process.plan.name] = process
+        self._processes[process.plan.name] = (process, state)
         self._on_state(process.plan.name, state, time.monotonic() - self._began)
         self._write_state()
 
@@ -77,12 +77,13 @@ class Cluster:
             {
                 "name": process.plan.name,
                 "command": process.plan.command,
+                "state": state,
                 "pid": process.pid,
                 "grpc": process.plan.probe,
                 "metrics": process.plan.metrics,
                 "log": str(process.log),
             }
-            for process in self._processes.values()
+            for process, state in self._processes.values()
         ]
         gateway = self.plan.gateway.settings.gateway
         state = {"http": gateway.http, "grpc": gateway.grpc, "registry": gateway.registry, "services": services}

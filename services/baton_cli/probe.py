@@ -17,15 +17,15 @@ def credentials(settings: Settings) -> grpc.ChannelCredentials | None:
 
 
 async def wait_until_serving(address: str, settings: Settings) -> None:
-    """Until the server at ``address`` reports itself as SERVING. Waits for ever."""
+    """Returns as soon as the server at ``address`` reports itself as SERVING. Waits for ever."""
     request = health_pb2.HealthCheckRequest(service="")
     async with open_channel(address, credentials(settings)) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
-                response = await health.Check(request, timeout=2.0)
-                if response.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
+                async for response in health.Watch(request):
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
             except grpc.aio.AioRpcError:  # not listening yet
                 pass
             await asyncio.sleep(_PAUSE_SECONDS)

@@ -191,6 +191,7 @@ async def test_what_is_killed_is_started_again_and_serves(checkpoint: Path, tmp_
             os.kill(victim, signal.SIGKILL)
 
             async def serves_again(name: str = name, victim: int = victim) -> bool:
+                running.check()
                 (pid,) = (service["pid"] for service in running.services() if service["name"] == name)
                 try:
                     return pid != victim and await once(running) == expected

@@ -63,6 +63,7 @@ async def test_a_cluster_starts_answers_restarts_what_dies_and_leaves_nothing(di
         await cluster.start()
         started = services(directory)
         assert set(started) == {"gateway", "prefill-0", "decode-0", "agent-prefill-0", "agent-decode-0"}
+        assert {service["state"] for service in started.values()} == {"ready"}
         assert states.index(("agent-decode-0", "ready")) < states.index(("decode-0", "starting"))
         assert len(of_directory(directory)) == 5
         assert "on CPUs (1,)" in (directory / "decode-0.log").read_text()
