@@ -16,9 +16,20 @@ _NEURONS = 64
 
 
 def even_share(size: int, group: RankGroup) -> range:
-    """This rank's part of `size` things that split anywhere: experts, words of the vocabulary. Shares follow each other
-    in order of rank, differ by one at most, and may be empty."""
+    """This rank's part of `size` things that split anywhere, such as experts. Shares follow each other in order of
+    rank, differ by one at most, and may be empty."""
     return even_slices(size, group.ranks)[group.rank]
+
+
+def word_share(vocab_size: int, group: RankGroup) -> range:
+    """This rank's words of the vocabulary: as `even_share`, but never none. Raises `InvalidConfig`."""
+    if group.ranks > vocab_size:
+        raise InvalidConfig(
+            f"{group.ranks} ranks can't share a vocabulary of {vocab_size}; there must be a word for each at least",
+            ranks=group.ranks,
+            vocab_size=vocab_size,
+        )
+    return even_share(vocab_size, group)
 
 
 def neuron_share(size: int, group: RankGroup) -> range:

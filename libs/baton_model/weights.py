@@ -14,7 +14,7 @@ from .layers.norm import RmsNorm
 from .layers.vocabulary import Embedding, Head
 from .parallel import SOLO, RankGroup
 from .platform import Platform
-from .shares import even_share
+from .shares import word_share
 
 
 class WeightSource(ABC):
@@ -119,15 +119,16 @@ class WeightReader:
         return self._linear([name], [rows], [range(rows)], columns, share, bias)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """This rank's words of the table `name.weight`, `[vocab_size, hidden_size]`. Raises as `tensor` does."""
-        words = even_share(vocab_size, self.group)
+        """This rank's words of the table `name.weight`, `[vocab_size, hidden_size]`. Raises as `tensor` and
+        `word_share` do."""
+        words = word_share(vocab_size, self.group)
         weight = self.empty(len(words), hidden_size)
         self.fill(weight, f"{name}.weight", (vocab_size, hidden_size), [words, range(hidden_size)])
         return Embedding(weight, words, self.group)
 
     def head(self, name: str, vocab_size: int, hidden_size: int) -> Head:
         """The linear `name` that makes logits, each rank those of its words. Raises as `tensor` does."""
-        words = even_share(vocab_size, self.group)
+        words = word_share(vocab_size, self.group)
         return Head(self.column_parallel([name], [vocab_size], [words], hidden_size, bias=False), self.group)
 
     def tied_head(self, embedding: Embedding) -> Head:

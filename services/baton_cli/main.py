@@ -89,6 +89,8 @@ def up(
     """A whole cluster on this machine, until Ctrl-C."""
     from baton_cli import up as cluster
 
+    if colocated and (prefill or prefill_tp):
+        raise typer.BadParameter("--colocated starts no prefill workers, of which --prefill and --prefill-tp speak")
     settings = _settings(
         config,
         assignments,

@@ -29,8 +29,9 @@ from baton_worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
-# The prefill worker's account of a request is awaited this long at its end, for the timeline only.
-ACCOUNT_WAIT_S = 0.25
+# The prefill worker's account of a request (timeline, cached tokens) is awaited this long at the request's end. It
+# comes soon after the last write, unless that worker is stuck.
+ACCOUNT_WAIT_S = 2.0
 MAX_LOGPROBS = 20
 
 Context = grpc.aio.ServicerContext[Any, Any]

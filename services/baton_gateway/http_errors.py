@@ -65,9 +65,11 @@ def to_http(error: BaseException) -> HttpError:
 
 
 def from_status(status: int, message: str) -> HttpError:
-    """For what the HTTP framework refuses by itself: unknown paths, wrong methods."""
+    """For what the HTTP framework refuses by itself: unknown paths, wrong methods, and bodies that no JSON parser gets
+    through, such as those nested too deeply."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return HttpError(status, message, kind, {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error"))
+    codes = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}
+    return HttpError(status, message, kind, codes.get(status, "http_error"))
 
 
 def from_validation(errors: Sequence[Any]) -> HttpError:

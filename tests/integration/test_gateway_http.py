@@ -35,9 +35,9 @@ async def test_every_refusal_is_an_openai_error_object() -> None:
         await stack.add(says())
         json_type = {"content-type": "application/json"}
         post = "/v1/completions"
-        assert _error(await http.post(post, content=b"{", headers=json_type), 400)["code"] == "invalid_json"
+        for body in (b"{", b"[" * 100_000):
+            assert _error(await http.post(post, content=body, headers=json_type), 400)["code"] == "invalid_json"
         assert "object" in str(_error(await http.post(post, content=b"[1]", headers=json_type), 400)["message"])
-        assert _error(await http.post(post, content=b"[" * 100_000, headers=json_type), 400)
         assert _error(await http.post(post, json={"prompt": "x", "max_tokens": "5"}), 400)["param"] == "max_tokens"
         assert _error(await http.post(post, json={"prompt": "x", "temperature": 1e39}), 400)["param"] == "temperature"
         assert _error(await http.post("/v1/chat/completions", json={}), 400)["param"] == "messages"

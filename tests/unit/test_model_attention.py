@@ -13,20 +13,7 @@ from baton_model.attention.paging import PADDING_ALLOWANCE, group_by_length
 from baton_model.batch import ForwardBatch
 from baton_model.cache import KvCache
 from baton_model.errors import InvalidBatch
-
-
-def make_cache(order="HND", pages=8, page_size=4, kv_heads=2, head_dim=8, dtype=torch.float32) -> KvCache:
-    size = 2 * pages * 2 * kv_heads * page_size * head_dim * dtype.itemsize
-    return KvCache(
-        bytearray(size),
-        order=order,
-        layers=2,
-        pages=pages,
-        page_size=page_size,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
+from fresh_cache import fresh_cache
 
 
 def entry(cache: KvCache, layer: int, page: int, offset: int) -> torch.Tensor:
@@ -77,7 +64,7 @@ def batches(draw):
 def test_any_mix_of_decodes_and_chunks(drawn):
     page_size, sequences, pages, kv_heads, shared, order, seed = drawn
     torch.manual_seed(seed)
-    cache = make_cache(order, len(pages), page_size, kv_heads)
+    cache = fresh_cache(order, len(pages), page_size, kv_heads)
     cache.tensor.uniform_(-9, 9)
     before = cache.tensor.clone()
     free, tables, history = list(pages), [], []
@@ -116,7 +103,7 @@ def test_what_an_earlier_owner_left_cannot_spoil_a_result(order):
     """Two decodes that go together, so that the shorter one is masked; both begin a page that is full of NaN."""
     results = []
     for rubbish in (0.0, float("nan")):
-        cache = make_cache(order)
+        cache = fresh_cache(order)
         cache.tensor.fill_(rubbish)
         torch.manual_seed(0)
         for sequences in ([([0] * 4, 0), ([0] * 6, 0)], [([0], 4), ([0], 6)]):
@@ -131,7 +118,7 @@ def test_what_an_earlier_owner_left_cannot_spoil_a_result(order):
 def test_bfloat16_in_strided_slices_of_one_projection(order):
     """As a family passes them: queries and entries are slices of the same tensor."""
     torch.manual_seed(0)
-    cache = make_cache(order, dtype=torch.bfloat16)
+    cache = fresh_cache(order, dtype=torch.bfloat16)
     projected = torch.randn(6, 8, 8).to(torch.bfloat16)
     batch = ForwardBatch.build([([0] * 5, 0), ([0], 0)], [[3, 6], [0]])
     out = CpuAttention().plan(batch, cache)(0, projected[:, :4], projected[:, 4:].view(6, 2, 2, 8))
@@ -152,7 +139,7 @@ def test_the_cache_is_the_callers_memory():
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 def test_gather_brings_pages_in_the_order_of_the_tables(order):
-    cache = make_cache(order)
+    cache = fresh_cache(order)
     cache.tensor.copy_(torch.randn(cache.tensor.shape))
     tables = [[4, 0, 7], [2, 4, 4]]
     keys, values = cache.gather(1, cache.page_rows(tables), 2)
@@ -189,14 +176,14 @@ def test_sequences_of_like_length_go_together():
 )
 def test_pages_are_checked_before_anything_is_written(batch, complaint):
     with pytest.raises(InvalidBatch, match=complaint):
-        CpuAttention().plan(batch, make_cache())
+        CpuAttention().plan(batch, fresh_cache())
 
 
 def test_a_page_table_may_be_a_tensor():
     batch = ForwardBatch(
         torch.tensor([1, 2]), torch.tensor([0, 0]), [1, 1], [1, 1], torch.tensor([[5, 0], [6, 0]], dtype=torch.int32)
     )
-    cache = make_cache()
+    cache = fresh_cache()
     CpuAttention().plan(batch, cache)(0, torch.ones(2, 2, 8), torch.ones(2, 2, 2, 8))
     assert cache.tensor[0].flatten(1).count_nonzero(1).tolist() == [0, 0, 0, 0, 0, 32, 32, 0]
 

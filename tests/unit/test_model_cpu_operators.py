@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from baton_model import _kernels
 from baton_model.attention.cpu import CpuAttention
 from baton_model.batch import ForwardBatch
-from baton_model.cache import KvCache
 from baton_model.layers.cpu_operators import CpuOperators
 from baton_model.layers.operators import TorchOperators
+from fresh_cache import fresh_cache
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -84,17 +84,7 @@ def test_rows_may_be_shared_by_threads(threads):
 def test_attention_of_any_head_size_is_torchs(head_dim, dtype, order, group, past, new):
     kv_heads, page_size = 2, 16
     pages = -(-(past + new) // page_size)
-    size = pages * 2 * kv_heads * page_size * head_dim * dtype.itemsize
-    cache = KvCache(
-        bytearray(size),
-        order=order,
-        layers=1,
-        pages=pages,
-        page_size=page_size,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
+    cache = fresh_cache(order, pages, page_size, kv_heads, head_dim, layers=1, dtype=dtype)
     tokens = random(past + new, 2, kv_heads, head_dim, dtype=dtype)
     queries = random(past + new, kv_heads * group, head_dim, seed=1, dtype=dtype)
     if past:

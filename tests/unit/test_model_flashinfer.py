@@ -12,27 +12,14 @@ from baton_model.attention.cpu import CpuAttention
 from baton_model.attention.flashinfer import FlashInferAttention
 from baton_model.attention.paged_plan import padded, plan_pages
 from baton_model.batch import ForwardBatch
-from baton_model.cache import KvCache, LatentCache
+from baton_model.cache import LatentCache
 from baton_model.errors import InvalidBatch
 from baton_model.layers.latent import LatentHeads
+from fresh_cache import fresh_cache
 from recorded_graph import RecordedGraph
 
 CPU = torch.device("cpu")
 HEAD_DIM = 8
-
-
-def make_cache(order: str, pages: int, page_size: int, kv_heads: int, layers: int = 2) -> KvCache:
-    size = layers * pages * 2 * kv_heads * page_size * HEAD_DIM * 4
-    return KvCache(
-        bytearray(size),
-        order=order,
-        layers=layers,
-        pages=pages,
-        page_size=page_size,
-        kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
-        dtype=torch.float32,
-    )
 
 
 def make_batch(sequences: list[tuple[int, int]], page_size: int, pages: list[int]) -> ForwardBatch:
@@ -77,7 +64,7 @@ def test_flashinfer_and_the_cpu_agree_in_every_bit_of_the_cache(drawn):
     page_size, sequences, pages, (kv_heads, shared), order, seed = drawn
     torch.manual_seed(seed)
     batch = make_batch(sequences, page_size, list(pages))
-    ours, theirs = (make_cache(order, len(pages), page_size, kv_heads) for _ in range(2))
+    ours, theirs = (fresh_cache(order, len(pages), page_size, kv_heads) for _ in range(2))
     ours.tensor.uniform_(-2, 2)
     theirs.tensor.copy_(ours.tensor)
     # One after the other as a product gives them: queries, then keys and values.
@@ -104,7 +91,7 @@ def test_a_padded_batch_computes_and_stores_the_same(pasts, missing, page_size):
     repeated = [*range(len(pasts)), *[pasts.index(min(pasts))] * missing]
     results = []
     for each, rows in ((batch, list(range(len(pasts)))), (more, repeated)):
-        cache = make_cache("HND", 40 * len(pasts), page_size, 2)
+        cache = fresh_cache("HND", 40 * len(pasts), page_size, 2)
         out = FlashInferAttention(fake_flashinfer, CPU).plan(each, cache)(0, queries[rows], entries[rows])
         results.append((out[: len(pasts)], cache.tensor))
     torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
@@ -169,4 +156,4 @@ def test_a_captured_latent_step_attends_to_what_it_is_loaded_with():
 def test_pages_outside_the_cache_are_refused():
     batch = ForwardBatch.build([([1], 3)], [[7]])
     with pytest.raises(InvalidBatch, match="names page 7; the cache has pages 0 to 3"):
-        FlashInferAttention(fake_flashinfer, CPU).plan(batch, make_cache("HND", 4, 4, 1))
+        FlashInferAttention(fake_flashinfer, CPU).plan(batch, fresh_cache("HND", 4, 4, 1))

@@ -12,7 +12,7 @@ from baton_kv.shards import ShardingImpossible
 from baton_model.errors import InvalidConfig
 from baton_model.loaders import load_config, load_model
 from baton_model.parallel import SOLO, RankGroup
-from baton_model.shares import even_share, head_share, neuron_share
+from baton_model.shares import even_share, head_share, neuron_share, word_share
 from memory_weights import AbsentRank
 from paged_runner import PagedRunner
 from rank_threads import on_ranks
@@ -110,6 +110,8 @@ def test_ranks_that_the_heads_do_not_allow(tmp_path):
     directory = SmallModel(heads=2, kv_heads=2).write_hugging_face(tmp_path / "b")
     with pytest.raises(InvalidConfig, match="4 ranks can't share 2 query heads"):
         on_ranks(4, lambda group: load_model(directory, "float32", group=group))
+    with pytest.raises(InvalidConfig, match="4 ranks can't share a vocabulary of 3"):
+        word_share(3, AbsentRank(0, 4))
 
 
 @pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", "none"), ("float32", "int8"), ("bfloat16", "int8")])
