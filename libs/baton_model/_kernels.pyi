@@ -8,7 +8,8 @@ torch uses too.
 from collections.abc import Sequence
 
 def instruction_set() -> str:
-    """avx512bf16, avx512, avx2 or portable: the best there is, or the one that BATON_KERNELS names."""
+    """avx512bf16, avx512vnni, avx512, avxvnni, avx2 or portable: the best there is, or the one that
+    BATON_KERNELS names."""
 
 class AttentionStep:
     """Attention of one forward pass over a paged cache of keys and values."""
@@ -32,6 +33,17 @@ class AttentionStep:
     def run(self, cache: int, queries: int, query_stride: int, entries: int, entry_stride: int, out: int, /) -> None:
         """See `baton_model.attention.base.AttentionStep`. `cache`: the layer's first page."""
 
+class Int8Matrix:
+    """Weights of eight bits, in the order in which they are multiplied."""
+
+    def __init__(self, weights: int, scales: int, outputs: int, inputs: int, block: int, /) -> None:
+        """`weights`: s8 `[outputs, inputs]`, none of them -128, its rows in units of `scales`, float `[outputs]`.
+        Both are copied. Tokens are multiplied by Hadamard's matrix in blocks of `block` inputs, a power of two."""
+
+    def multiply(self, x: int, bias: int, out: int, rows: int, bfloat16: bool, threads: int, /) -> None:
+        """`x` `[rows, inputs]` to `out` `[rows, outputs]`, each row quantised by itself; plus `bias` `[outputs]` unless
+        that is 0."""
+
 def rms_norm(
     x: int, weight: int, out: int, rows: int, size: int, eps: float, bfloat16: bool, threads: int, /
 ) -> None: ...
@@ -51,15 +63,6 @@ def rotate(
     /,
 ) -> None:
     """In place: `x` `[rows, heads, head_dim]`, rows `stride` apart; `cos`, `sin` (signed) `[rows, head_dim]`."""
-
-def quantize(
-    x: int, tokens: int, scales: int, rows: int, size: int, block: int, bfloat16: bool, threads: int, /
-) -> None:
-    """`x` `[rows, size]` to `tokens` (u8, 128 for zero) and float `scales` `[rows]`, each block of `block` inputs, a
-    power of two, multiplied by Hadamard's matrix first."""
-
-def scale(x: int, scales: int, bias: int, rows: int, size: int, bfloat16: bool, threads: int, /) -> None:
-    """In place: `x` `[rows, size]` times float `scales` `[rows]`, plus `bias` `[size]` unless that is 0."""
 
 def uniform(seed: int, position: int, attempt: int, /) -> float:
     """A number in [0, 1) hashed from its arguments, each 64 bits without a sign."""

@@ -98,12 +98,13 @@ def test_attention_of_any_head_size_is_torchs(head_dim, dtype, order, group, pas
     assert close(found.view(new, -1, head_dim), expected[0].transpose(0, 1).to(dtype))
 
 
-@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avxvnni", "avx512", "avx512vnni"])
 def test_other_instruction_sets(instruction_set):
-    """This file and the specification of attention, with kernels that this processor would not choose."""
+    """This file and those of attention and linears, with kernels that this processor would not choose."""
     if instruction_set == _kernels.instruction_set():
         return
-    files = [__file__, str(Path(__file__).with_name("test_model_attention.py"))]
+    others = ["test_model_attention.py", "test_model_linear.py"]
+    files = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-k", "not other_instruction_sets", *files],
         env={**os.environ, "BATON_KERNELS": instruction_set},

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton_model import _kernels
 from baton_model.layers.linear import FloatLinear, Int8Linear, PackedLinear, hadamard, make_linear, packs
 
 
@@ -35,6 +36,39 @@ def test_int8_of_any_shape(tokens, inputs, outputs, bias, seed):
     # than the norm.
     norms = x.norm(dim=1, keepdim=True) * weight.norm(dim=1)
     assert ((found - FloatLinear(weight, offsets)(x)).abs() <= norms * inputs**0.5 / 127 + 1e-5).all()
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 20),
+    st.integers(1, 600),
+    st.integers(1, 200),
+    st.booleans(),
+    st.sampled_from([1, 3]),
+    st.integers(0, 99),
+)
+def test_products_of_whole_numbers_are_exact(tokens, inputs, outputs, extreme, threads, seed):
+    """Tokens whose largest value is 127 are not rounded, and no sum of bytes saturates."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randint(-127, 128, (n, inputs), generator=generator) for n in (tokens, outputs))
+    if extreme:
+        x, weight = x.sign() * 127, weight.sign() * 127
+    x[:, seed % inputs] = 127
+    bias = torch.randint(-9, 10, (outputs,), generator=generator)
+    packed, floats, offsets = weight.to(torch.int8), x.float(), bias.float()
+    scales = 2.0 ** torch.randint(-3, 4, (outputs,), generator=generator)
+    matrix = _kernels.Int8Matrix(packed.data_ptr(), scales.data_ptr(), outputs, inputs, 1)
+    found = torch.empty(tokens, outputs)
+    matrix.multiply(floats.data_ptr(), offsets.data_ptr(), found.data_ptr(), tokens, False, threads)
+    assert torch.equal(found, (x @ weight.T).float() * scales + offsets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [2, 6, 7, 8, 13, 300])
+def test_what_a_token_gives_does_not_depend_on_its_neighbours(dtype, tokens):
+    x = random(tokens, 256, seed=1).to(dtype)
+    linear = Int8Linear(random(150, 256, seed=2), random(150, seed=3).to(dtype))
+    assert torch.equal(linear(x), torch.cat([linear(row[None]) for row in x]))
 
 
 def test_outliers_cost_little():

@@ -15,10 +15,6 @@ from .. import _kernels
 
 Quantization = Literal["none", "int8"]
 
-# Activations are shifted by this to be unsigned: oneDNN multiplies u8 by s8 with VNNI, and s8 by s8 in a reference loop
-# that takes ten thousand times as long (torch 2.13, AVX-512).
-_SHIFT = 128
-
 # Inputs that a rotation mixes at most. The more, the flatter a token becomes: the perplexity of SmolLM2-135M rises by
 # 4.7 % without a rotation, by 1.0 with 64 and by 0.6 with 512 inputs of the 1,536 of its down projections.
 _ROTATED = 512
@@ -82,29 +78,28 @@ class Int8Linear(Linear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`weight` `[out_features, in_features]` of any float; bias `[out_features]` in the activations' dtype, or
         None."""
-        self._block = math.gcd(weight.shape[1], _ROTATED)
-        weight = (weight.to(torch.float32).reshape(-1, self._block) @ hadamard(self._block)).view(weight.shape)
+        block = math.gcd(weight.shape[1], _ROTATED)
+        weight = (weight.to(torch.float32).reshape(-1, block) @ hadamard(block)).view(weight.shape)
         largest = weight.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny)
         quantized = (weight * (127 / largest)[:, None]).round_().to(torch.int8)
-        self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)
-        self._scales = largest / 127
-        self._zero_points = torch.zeros(len(weight), dtype=torch.int64)
+        scales = largest / 127
+        self._outputs, inputs = weight.shape
+        self._matrix = _kernels.Int8Matrix(quantized.data_ptr(), scales.data_ptr(), self._outputs, inputs, block)
         self._bias = bias
+        self._bias_address = 0 if bias is None else bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        count, inputs = rows.shape
-        bfloat16, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
-        tokens, scales = torch.empty((count, inputs), dtype=torch.uint8), torch.empty(count)
-        _kernels.quantize(
-            rows.data_ptr(), tokens.data_ptr(), scales.data_ptr(), count, inputs, self._block, bfloat16, threads
+        product = x.new_empty((*x.shape[:-1], self._outputs))
+        self._matrix.multiply(
+            rows.data_ptr(),
+            self._bias_address,
+            product.data_ptr(),
+            len(rows),
+            x.dtype == torch.bfloat16,
+            torch.get_num_threads(),
         )
-        product: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            tokens, 1.0, _SHIFT, self._weight, self._scales, self._zero_points, None, 1.0, 0, x.dtype, "none", [], ""
-        )
-        bias = 0 if self._bias is None else self._bias.data_ptr()
-        _kernels.scale(product.data_ptr(), scales.data_ptr(), bias, count, product.shape[1], bfloat16, threads)
-        return product.view(*x.shape[:-1], -1)
+        return product
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
+
+#include "scratch.hpp"
 
 namespace baton::kernels {
 
@@ -19,21 +19,6 @@ constexpr int64_t kBandRows = 192;
 // the processor's cache before the last head came to it.
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kTouchedBytes = 8 << 20;
-
-// Kept from call to call: fresh memory would be faulted in page by page.
-void *scratch(int64_t bytes) {
-    struct Free {
-        void operator()(void *memory) const { std::free(memory); }
-    };
-    thread_local std::unique_ptr<void, Free> memory;
-    thread_local int64_t size = 0;
-    if (size < bytes) {
-        memory.reset(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)));
-        size = memory ? bytes : 0;
-        if (!memory) throw std::bad_alloc();
-    }
-    return memory.get();
-}
 
 }  // namespace
 

@@ -18,8 +18,11 @@ std::vector<const Kernels *> usable() {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16_kernels);
+    const bool avx512vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    if (avx512vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16_kernels);
+    if (avx512vnni) found.push_back(&avx512vnni_kernels);
     if (avx512) found.push_back(&avx512_kernels);
+    if (avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&avxvnni_kernels);
     if (avx2) found.push_back(&avx2_kernels);
 #endif
     found.push_back(&portable_kernels);

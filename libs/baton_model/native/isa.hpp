@@ -13,6 +13,7 @@
 // clang-format off
 #include "vector.hpp"
 #include "rows.hpp"
+#include "int8.hpp"
 #include "attention.hpp"
 #include "draw.hpp"
 // clang-format on
@@ -21,7 +22,7 @@ namespace baton::kernels {
 
 const Kernels BATON_CONCATENATE(BATON_ISA, _kernels) = {
     BATON_STRING(BATON_ISA),  BATON_ISA::attend_scratch, BATON_ISA::attend,   BATON_ISA::rms_norm,
-    BATON_ISA::silu_and_mul,  BATON_ISA::rotate,         BATON_ISA::quantize, BATON_ISA::scale,
+    BATON_ISA::silu_and_mul,  BATON_ISA::rotate,         BATON_ISA::quantize, BATON_ISA::int8_panel,
     BATON_ISA::draw,
 };
 

@@ -28,6 +28,29 @@ struct AttentionTask {
     float scale;
 };
 
+// Outputs of a linear whose weights lie together.
+constexpr int64_t kPanel = 64;
+
+// Some rows of tokens times a panel: out = (tokens - 128) . weights * scales * token_scales + bias.
+struct Int8Panel {
+    // u8 [rows, 4 * words], 128 for zero, rows `token_stride` bytes apart, and float [rows].
+    const uint8_t *tokens;
+    const float *token_scales;
+    int64_t token_stride;
+    // s8 [words, kPanel, 4], each word the weights of four inputs, none of them -128; what is beyond the outputs is zero.
+    const int8_t *weights;
+    int64_t words;
+    // For each output: -128 times the sum of its weights, and its scale. [kPanel]
+    const int32_t *offsets;
+    const float *scales;
+    // Of the elements' type, both at the panel's first output; bias may be null. Rows of out are `out_stride` elements
+    // apart, and `outputs` of each are written.
+    const void *bias;
+    void *out;
+    int64_t out_stride;
+    int64_t outputs;
+};
+
 // How a token is drawn: temperature 0 or less is greedy, top_k 0 and top_p 1 keep all.
 struct Draw {
     float temperature;
@@ -52,12 +75,12 @@ struct Kernels {
     // x: [rows, heads, head_dim], rows `stride` elements apart; cos, sin: [rows, head_dim], the sine signed.
     void (*rotate)(void *x, int64_t stride, const void *cos, const void *sin, int64_t rows, int64_t heads,
                    int64_t head_dim, bool bfloat16);
-    // x: [rows, size] -> tokens: u8 [rows, size], 128 for zero, and scales: float [rows]. Blocks of `block` inputs, a
-    // power of two, are multiplied by Hadamard's matrix of that size first. `scratch`: float [size].
-    void (*quantize)(const void *x, uint8_t *tokens, float *scales, float *scratch, int64_t rows, int64_t size,
-                     int64_t block, bool bfloat16);
-    // x: [rows, size], in place: x * scales[row] + bias; bias may be null.
-    void (*scale)(void *x, const float *scales, const void *bias, int64_t rows, int64_t size, bool bfloat16);
+    // x: [rows, size] -> tokens: u8, rows `stride` bytes apart, 128 for zero and beyond the size, and scales: float
+    // [rows]. Blocks of `block` inputs, a power of two, are multiplied by Hadamard's matrix of that size first.
+    // `scratch`: float [size].
+    void (*quantize)(const void *x, uint8_t *tokens, int64_t stride, float *scales, float *scratch, int64_t rows,
+                     int64_t size, int64_t block, bool bfloat16);
+    void (*int8_panel)(const Int8Panel &panel, int64_t rows, bool bfloat16);
     // The token drawn from logits [size], or -1 where the largest is not finite. top-p applies to what top-k leaves, as
     // in transformers and vLLM. Scratch: `weights` [twice the size, up to a multiple of
     // 256], `blocks` [a 256th of the size].
@@ -67,7 +90,9 @@ struct Kernels {
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels;
+extern const Kernels avxvnni_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels avx512vnni_kernels;
 extern const Kernels avx512bf16_kernels;
 #endif
 

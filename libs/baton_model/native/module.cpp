@@ -2,11 +2,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "attention_step.hpp"
+#include "int8_matrix.hpp"
 #include "kernels.hpp"
+#include "parts.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,21 +21,6 @@ using NoGil = nb::call_guard<nb::gil_scoped_release>;
 template <typename T>
 T *at(Address address) {
     return reinterpret_cast<T *>(address);
-}
-
-// Below so many elements a thread costs more to start than it saves.
-constexpr int64_t kElementsAThread = 1 << 15;
-
-// Calls `body(first, rows)` for parts of the rows.
-template <typename Body>
-void in_parts(int64_t rows, int64_t row_elements, int threads, const Body &body) {
-    const int64_t parts = std::max<int64_t>(1, std::min({rows, rows * row_elements / kElementsAThread, int64_t{threads}}));
-    if (parts == 1) return body(0, rows);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t part = 0; part < parts; ++part) {
-        const int64_t first = rows * part / parts;
-        body(first, rows * (part + 1) / parts - first);
-    }
 }
 
 int64_t width(bool bfloat16) { return bfloat16 ? 2 : 4; }
@@ -60,6 +46,20 @@ NB_MODULE(_kernels, m) {
             [](const AttentionStep &self, Address cache, Address queries, int64_t query_stride, Address entries,
                int64_t entry_stride, Address out) {
                 self.run(at<void>(cache), at<void>(queries), query_stride, at<void>(entries), entry_stride, at<void>(out));
+            },
+            NoGil());
+
+    nb::class_<Int8Matrix>(m, "Int8Matrix")
+        .def(
+            "__init__",
+            [](Int8Matrix *self, Address weights, Address scales, int64_t outputs, int64_t inputs, int64_t block) {
+                new (self) Int8Matrix(at<int8_t>(weights), at<float>(scales), outputs, inputs, block);
+            },
+            NoGil())
+        .def(
+            "multiply",
+            [](const Int8Matrix &self, Address x, Address bias, Address out, int64_t rows, bool bfloat16, int threads) {
+                self.multiply(at<void>(x), at<void>(bias), at<void>(out), rows, bfloat16, threads);
             },
             NoGil());
 
@@ -90,26 +90,6 @@ NB_MODULE(_kernels, m) {
                 const int64_t offset = first * head_dim * width(bfloat16);
                 kernels().rotate(at<char>(x) + first * stride * width(bfloat16), stride, at<char>(cos) + offset,
                                  at<char>(sin) + offset, count, heads, head_dim, bfloat16);
-            });
-        },
-        NoGil());
-    m.def(
-        "quantize",
-        [](Address x, Address tokens, Address scales, int64_t rows, int64_t size, int64_t block, bool bfloat16,
-           int threads) {
-            in_parts(rows, size, threads, [&](int64_t first, int64_t count) {
-                std::vector<float> scratch(static_cast<size_t>(size));
-                kernels().quantize(at<char>(x) + first * size * width(bfloat16), at<uint8_t>(tokens) + first * size,
-                                   at<float>(scales) + first, scratch.data(), count, size, block, bfloat16);
-            });
-        },
-        NoGil());
-    m.def(
-        "scale",
-        [](Address x, Address scales, Address bias, int64_t rows, int64_t size, bool bfloat16, int threads) {
-            in_parts(rows, size, threads, [&](int64_t first, int64_t count) {
-                kernels().scale(at<char>(x) + first * size * width(bfloat16), at<float>(scales) + first,
-                                at<void>(bias), count, size, bfloat16);
             });
         },
         NoGil());

@@ -75,8 +75,8 @@ inline void hadamard(float *x, int64_t size) {
 }
 
 template <typename Type>
-void quantize_row(const typename Type::Element *x, uint8_t *tokens, float *scale, float *values, int64_t size,
-                  int64_t block) {
+void quantize_row(const typename Type::Element *x, uint8_t *tokens, int64_t stride, float *scale, float *values,
+                  int64_t size, int64_t block) {
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) Float32::store(values + i, Type::load(x + i));
     for (; i < size; ++i) values[i] = Type::load1(x + i);
@@ -94,17 +94,8 @@ void quantize_row(const typename Type::Element *x, uint8_t *tokens, float *scale
         __builtin_memcpy(tokens + i, &bytes, kLanes);
     }
     for (; i < size; ++i) tokens[i] = static_cast<uint8_t>(nearest(broadcast(values[i] * factor))[0] + 128);
+    for (; i < stride; ++i) tokens[i] = 128;
     *scale = most / 127.0f / __builtin_sqrtf(static_cast<float>(block));
-}
-
-template <typename Type>
-void scale_row(typename Type::Element *x, float factor, const typename Type::Element *bias, int64_t size) {
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-        const Vector offset = bias != nullptr ? Type::load(bias + i) : Vector{};
-        Type::store(x + i, Type::load(x + i) * factor + offset);
-    }
-    for (; i < size; ++i) Type::store1(x + i, Type::load1(x + i) * factor + (bias != nullptr ? Type::load1(bias + i) : 0));
 }
 
 // Calls `body` with Float32 or Bfloat16.
@@ -138,15 +129,10 @@ inline void rotate(void *x, int64_t stride, const void *cos, const void *sin, in
         static_cast<const Element *>(sin) + row * head_dim, heads, head_dim);)
 }
 
-inline void quantize(const void *x, uint8_t *tokens, float *scales, float *scratch, int64_t rows, int64_t size,
-                     int64_t block, bool bfloat16) {
+inline void quantize(const void *x, uint8_t *tokens, int64_t stride, float *scales, float *scratch, int64_t rows,
+                     int64_t size, int64_t block, bool bfloat16) {
     BATON_BY_TYPE(for (int64_t row = 0; row < rows; ++row) quantize_row<Type>(
-        static_cast<const Element *>(x) + row * size, tokens + row * size, scales + row, scratch, size, block);)
-}
-
-inline void scale(void *x, const float *scales, const void *bias, int64_t rows, int64_t size, bool bfloat16) {
-    BATON_BY_TYPE(for (int64_t row = 0; row < rows; ++row) scale_row<Type>(
-        static_cast<Element *>(x) + row * size, scales[row], static_cast<const Element *>(bias), size);)
+        static_cast<const Element *>(x) + row * size, tokens + row * stride, stride, scales + row, scratch, size, block);)
 }
 
 }  // namespace baton::kernels::BATON_ISA

@@ -1,0 +1,2 @@
+#define BATON_ISA avx512vnni
+#include "isa.hpp"

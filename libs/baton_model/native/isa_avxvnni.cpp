@@ -1,0 +1,2 @@
+#define BATON_ISA avxvnni
+#include "isa.hpp"
