@@ -42,10 +42,12 @@ def source_runs(stream: StreamPlan, source_numbers: Sequence[int], destination_n
 def destination_runs(layout: PageLayout, regions: RegionMap, pages: Sequence[int], tokens: int) -> list[Runs]:
     """What is written into one rank's memory, by region of its list: the first `tokens` positions of these pages.
 
-    `layout` is this rank's. Raises `InvalidKvArgument` where `tokens` do not end in the last of the pages, or a page is
-    not in the cache.
+    `layout` is this rank's. Raises `InvalidKvArgument` where `tokens` do not end in the last of the pages, or the cache
+    has not these pages or not so many.
     """
     size = layout.page_size
+    if len(pages) > layout.pages:
+        raise InvalidKvArgument(f"{len(pages)} pages; the cache has {layout.pages}", pages=len(pages))
     if not (len(pages) - 1) * size < tokens <= len(pages) * size and (tokens or pages):
         raise InvalidKvArgument(
             f"{tokens} tokens do not end in the last of {len(pages)} pages of {size} tokens", tokens=tokens

@@ -161,6 +161,7 @@ def _parts(pages: Sequence[int], parts: int, first: int, count: int, side: str) 
             pages=len(pages),
             needed=needed,
         )
-    numbers = np.asarray(pages, dtype=np.int64)[:, None] * parts + np.arange(parts, dtype=np.int64)
-    chosen: list[int] = numbers.reshape(-1)[first : first + count].tolist()
+    # Only those that are wanted: how many parts a page of the other side has is that side's word.
+    wanted = np.arange(first, first + count, dtype=np.int64)
+    chosen: list[int] = (np.asarray(pages, dtype=np.int64)[wanted // parts] * parts + wanted % parts).tolist()
     return chosen

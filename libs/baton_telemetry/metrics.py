@@ -222,7 +222,6 @@ FABRIC_COUNTERS: dict[str, str] = {
     "immediates": "Immediates received",
     "extents_received": "Extents that the immediates carried",
     "stale_immediates": "Immediates whose generation was not the slot's",
-    "misdirected_immediates": "Immediates on an endpoint that is not the inbox's",
     "violations": "Immediates with more extents than expected",
     "late_chunks": "Chunk plans for transfers that had ended",
     "receive_errors": "Errors on receiving endpoints",

@@ -21,7 +21,15 @@ from baton_telemetry.metrics import AgentMetrics
 
 from .checksums import Checksums
 from .connections import Connection, Connections
-from .errors import AgentError, TooManyTransfers, TransferExists, TransferStopped, UnknownSession, UnknownTransfer
+from .errors import (
+    AgentError,
+    InvalidArgument,
+    TooManyTransfers,
+    TransferExists,
+    TransferStopped,
+    UnknownSession,
+    UnknownTransfer,
+)
 from .fabric import FabricEvent
 from .messages import AddSession, EndSession, PeerLost, Tick
 from .options import AgentOptions
@@ -179,12 +187,14 @@ class Sender(WorkingActor):
 
     @handles
     async def submit_step(self, message: SubmitStep) -> None:
-        """Chunks of transfers that have ended are dropped. Raises UnknownSession, UnknownTransfer, FabricError; then no
-        chunk of the step was taken."""
+        """Chunks of transfers that have ended are dropped. Raises UnknownSession, InvalidArgument, UnknownTransfer,
+        FabricError; then no chunk of the step was taken."""
         view = self._sessions.get(message.session)
         if view is None:
             raise UnknownSession(message.session)
         base = message.step * view.cache.layout.layers
+        if base >= 1 << 64:
+            raise InvalidArgument(f"the layer counter does not reach step {message.step}: it has 64 bits", field="step")
         chunks: list[Chunk] = []
         for chunk in message.chunks:
             transfer = self._transfers.get(chunk.transfer)

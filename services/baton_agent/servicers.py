@@ -29,7 +29,7 @@ from .requests import (
 )
 from .sender import Sender
 from .sessions import FindEvents, Sessions
-from .wire import read_agent, read_checksum, read_inbox
+from .wire import check_slot, read_agent, read_checksum, read_inbox
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -168,6 +168,7 @@ class TransferPeerServicer(agent_pb2_grpc.TransferPeerServicer):
         self, request: agent_pb2.StopTransferRequest, context: Context
     ) -> agent_pb2.StopTransferResponse:
         self._check(request.callee_incarnation)
+        check_slot(request.slot)  # each that was stopped is remembered
         stop = StopTransfer(request.caller_incarnation, request.slot, request.generation)
         return agent_pb2.StopTransferResponse(quiesced=await (await self._sender.ask(stop)))
 

@@ -118,8 +118,7 @@ def read_inbox(message: agent_pb2.InboxDescriptor, own: common_pb2.AgentDescript
         # Meant for an agent that ran here before: what its receiver has stopped meanwhile is not known here.
         raise StaleDescriptor(message.sender_incarnation, own.control_address)
     receiver = read_agent(message.receiver, own.transport)
-    if message.slot >= SLOTS:
-        raise InvalidArgument(f"slot {message.slot} must be below {SLOTS}", field="slot")
+    check_slot(message.slot)
     _check_endpoints(message)
     cache = _read_cache(message)
     if message.data_parallel_rank >= cache.shards.dp:
@@ -137,6 +136,12 @@ def read_inbox(message: agent_pb2.InboxDescriptor, own: common_pb2.AgentDescript
         data_parallel_rank=message.data_parallel_rank,
         checksum=read_checksum(message.checksum),
     )
+
+
+def check_slot(slot: int) -> None:
+    """Raises InvalidArgument."""
+    if slot >= SLOTS:
+        raise InvalidArgument(f"slot {slot} must be below {SLOTS}", field="slot")
 
 
 def read_checksum(kind: int) -> bool:

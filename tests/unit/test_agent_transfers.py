@@ -474,6 +474,25 @@ async def test_a_transfer_belongs_to_its_session(attached):
     model.close()
 
 
+async def test_a_step_that_no_counter_reaches_is_refused(attached):
+    _, transfer = await attached.open()
+    error = await refused(attached.sender.submit(2**63, (transfer, 0, 4, True)), "INVALID_FIELD")
+    assert error.fields["field"] == "step"
+    await attached.sender.submit(0, (transfer, 0, 4, True))
+    attached.source.counter.advance(LAYERS)
+    attached.run()
+    await attached.receiver.event("inbox_full")
+
+
+async def test_what_was_stopped_is_remembered_for_slots_that_there_are(attached):
+    async with open_channel(attached.prefill.agent.control_address) as channel:
+        stop = agent_pb2.StopTransferRequest(
+            caller_incarnation=7, callee_incarnation=attached.prefill.agent.incarnation, slot=SLOTS, generation=1
+        )
+        error = await refused(Worker.call(agent_pb2_grpc.TransferPeerStub(channel).StopTransfer, stop), "INVALID_FIELD")
+        assert error.fields["field"] == "slot"
+
+
 async def test_calls_for_another_incarnation_are_refused(attached):
     async with open_channel(attached.prefill.agent.control_address) as channel:
         stub = agent_pb2_grpc.TransferPeerStub(channel)

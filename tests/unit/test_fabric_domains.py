@@ -21,7 +21,7 @@ from baton_fabric._native import (
 )
 from baton_fabric.errors import FabricError
 from baton_fabric.faults import FaultRule
-from fabric_harness import LARGE_PAGE, Pair, pair, wait_until
+from fabric_harness import LARGE_PAGE, Pair, make_side, pair, wait_until
 
 LAYERS = 4
 COUNTS = [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)]
@@ -96,6 +96,17 @@ def test_agents_of_one_host_have_a_lane_for_each_meeting_too(provider: str) -> N
         assert (both.receiver.bytes[:, :32] == both.sender.bytes[:, 31::-1]).all()
         assert all(loads(both.sender, "writes"))
         assert all(loads(both.receiver, "immediates"))
+
+
+@pytest.mark.parametrize("provider", ["auto", "local", "tcp"])
+def test_as_many_domains_as_an_agent_has_meet_the_one_of_another(provider: str) -> None:
+    with pair(provider, domains=domains(64, 1), layers=1, page_bytes=128 << 10) as both:
+        both.sender.fill()
+        send(both, list(range(64)), list(range(63, -1, -1)))
+        both.receiver.wait(InboxFull)
+        both.sender.wait(TransferDone)
+        assert (both.receiver.bytes == both.sender.bytes[:, ::-1]).all()
+        assert loads(both.sender, "writes") == [1] * 64
 
 
 def test_each_layer_is_sent_when_it_is_ready_whichever_way_it_goes(both: Pair) -> None:
@@ -240,6 +251,50 @@ def test_cancel_waits_for_both_domains(two: Pair) -> None:
     assert cancelled.quiesced
     assert two.receiver.metric("extents_received") == 16
     assert not two.receiver.bytes[1:].any()
+
+
+def test_a_long_transfer_holds_back_a_short_one_in_no_domain() -> None:
+    """Nothing completes, so each domain has one window of writes: the short one's are among them, although the long one
+    is ready first and would fill every window alone."""
+    with pair("tcp", domains=domains(2, 2), layers=1, pages=512, page_bytes=128 << 10) as both:
+        both.sender.engine.set_faults([FaultRule("completion", "hold").native()])
+        pages = list(range(0, 512, 2))
+        long, short = both.open(pages, pages), both.open([1, 3], [1, 3])
+        both.run_step(0)
+        both.sender.engine.submit_chunks([(long, 0, 0, len(pages), True), (short, 0, 0, 2, True)])
+        (full,) = both.receiver.wait(InboxFull)
+        assert (full.slot, full.extents) == (2, 2)
+        window = both.sender.engine.capabilities()[0]["window"]
+        wait_until(lambda: loads(both.sender, "writes") == [window] * 2, "both windows are full")
+        both.sender.engine.release_faults()
+        both.sender.engine.set_faults([])
+        assert [done.transfer for done in both.sender.wait(TransferDone, count=2)] == [short, long]
+        both.receiver.wait(InboxFull)
+
+
+def test_peers_share_each_domain_however_many_endpoints_they_have() -> None:
+    """One of four domains, and one of a single one, whose transfers are ready at the same time."""
+    shape = {"layers": 1, "pages": 512, "page_bytes": 128 << 10}
+    with pair("tcp", domains=domains(2, 4), **shape) as both:
+        single = make_side("tcp", domains=addresses(22, 1), **shape)
+        try:
+            endpoint, remote = single.engine.open_endpoint()
+            peer = both.sender.engine.connect(remote)
+            single.engine.open_inbox(endpoint, 0, 0, 512)
+            pages = list(range(512))
+            stream = (*both.stream()[:3], single.remotes, *both.stream()[4:])
+            both.sender.engine.open_transfer(99, peer, 0, 0, both.sender.counter, 1, [stream], pages, pages)
+            transfer = both.open(pages, pages)
+            both.run_step(0)
+            both.sender.engine.submit_chunks([(transfer, 0, 0, 512, True), (99, 0, 0, 512, True)])
+            both.sender.wait(TransferDone)
+            # The first has all of its half, the other two fifths or more: if one came after the other, nothing.
+            each = both.sender.memory.length / 2
+            assert min(loads(both.sender, "bytes")) >= 1.4 * each
+            both.sender.wait(TransferDone)
+            assert loads(both.sender, "bytes") == [2 * each] * 2
+        finally:
+            single.close()
 
 
 def test_many_transfers_at_once_are_exact(both: Pair) -> None:

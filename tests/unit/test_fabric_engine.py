@@ -19,6 +19,7 @@ from baton_fabric.engine import (
     TransferFailed,
 )
 from baton_memory import LayerCounter, SharedMemory
+from baton_telemetry.metrics import DOMAIN_COUNTERS, FABRIC_COUNTERS, FABRIC_LEVELS
 
 
 @pytest.fixture
@@ -76,6 +77,11 @@ async def test_a_transfer_from_end_to_end(engines: tuple[FabricEngine, FabricEng
         layer_counter.close()
         source.close()
         destination.close()
+
+
+async def test_every_exported_name_is_counted_by_the_core(engines: tuple[FabricEngine, FabricEngine]) -> None:
+    assert {*FABRIC_COUNTERS, *FABRIC_LEVELS} <= engines[0].metrics().keys()
+    assert all(domain.keys() == DOMAIN_COUNTERS.keys() for domain in engines[0].domain_metrics())
 
 
 async def test_the_stream_of_events_ends_with_the_engine(engines: tuple[FabricEngine, FabricEngine]) -> None:

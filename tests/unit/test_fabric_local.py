@@ -36,6 +36,8 @@ from local_wire import (
 )
 
 MIB = 1 << 20
+# Of one endpoint: twice as many as an agent may have domains.
+MOST_CONNECTIONS = 128
 
 
 @pytest.fixture
@@ -228,10 +230,10 @@ def test_a_forgotten_region_can_not_be_named_any_more(both: Pair, sender: Sender
 
 def test_an_endpoint_takes_some_connections_and_not_any_number(both: Pair) -> None:
     _, [address] = both.receiver.engine.open_endpoint()
-    senders = [Sender(address) for _ in range(9)]
-    for sender in senders[:8]:
+    senders = [Sender(address) for _ in range(MOST_CONNECTIONS + 1)]
+    for sender in senders[:MOST_CONNECTIONS]:
         sender.hello()
-    assert senders[8].dropped()
+    assert senders[MOST_CONNECTIONS].dropped()
     for sender in senders:
         sender.__exit__()
     with Sender(address) as late:

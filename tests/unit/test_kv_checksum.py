@@ -162,7 +162,7 @@ def test_both_sides_cover_the_same_bytes(case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pages", "tokens"), [([0, 1], 0), ([0, 1], 4), ([0, 1], 9), ([], 1), ([0, 8], 8), ([-1, 2], 8)]
+    ("pages", "tokens"), [([0, 1], 0), ([0, 1], 4), ([0, 1], 9), ([], 1), ([0, 8], 8), ([-1, 2], 8), ([0] * 9, 36)]
 )
 def test_tokens_that_do_not_end_in_the_last_page_are_refused(pages, tokens) -> None:
     layout = PageLayout("HND", 1, 8, 4, 1, 2, 2)

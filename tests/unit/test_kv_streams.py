@@ -209,6 +209,11 @@ def test_lists_that_do_not_go_together_are_refused(
         number_pages(source, destination, *sizes, prefix_tokens=prefix)
 
 
+def test_a_page_of_the_other_side_may_have_more_parts_than_fit_in_memory() -> None:
+    """2^60 numbers are never made for the three that count."""
+    assert number_pages([5, 3, 4], [1], 4, 4 << 60) == ([5, 3, 4], [1 << 60, (1 << 60) + 1, (1 << 60) + 2])
+
+
 def test_page_sizes_that_do_not_divide_each_other_are_refused() -> None:
     for refused in (
         lambda: common_page_size(4, 6),

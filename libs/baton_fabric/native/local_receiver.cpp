@@ -9,7 +9,9 @@
 namespace baton::fabric {
 namespace {
 
-constexpr size_t kMostConnections = 8;
+// A sender makes one from each of its domains that meets this endpoint, and an agent has up to 64 domains. Twice as many:
+// one that comes again may be seen before the ends of its former connections are.
+constexpr size_t kMostConnections = 128;
 
 }  // namespace
 
