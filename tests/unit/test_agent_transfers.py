@@ -484,6 +484,19 @@ async def test_a_step_that_no_counter_reaches_is_refused(attached):
     await attached.receiver.event("inbox_full")
 
 
+async def test_a_thousand_other_receivers_make_no_stopped_transfer_possible_again(attached):
+    inbox = await attached.receiver.open_inbox(attached.prefill.agent, extents(1))
+    assert await attached.receiver.close_inbox(inbox) == QUIESCED
+    ours = attached.prefill.agent.incarnation
+    async with open_channel(attached.prefill.agent.control_address) as channel:
+        stub = agent_pb2_grpc.TransferPeerStub(channel)
+        for other in range(1, 1001):
+            await stub.StopTransfer(
+                agent_pb2.StopTransferRequest(caller_incarnation=other, callee_incarnation=ours, slot=0, generation=1)
+            )
+    await refused(attached.sender.open_transfer(inbox, [0], [0]), "TRANSFER_STOPPED")
+
+
 async def test_what_was_stopped_is_remembered_for_slots_that_there_are(attached):
     async with open_channel(attached.prefill.agent.control_address) as channel:
         stop = agent_pb2.StopTransferRequest(
