@@ -342,7 +342,7 @@ class Engine:
                 )
         if transfer.last and not transfer.todo:
             del self.transfers[number]
-            self.emit(TransferDone(number, Stats(extents=transfer.extents)))
+            self.emit(TransferDone(number, Stats(extents=transfer.extents, writes=transfer.extents)))
 
     def _copy(self, stream: Any, layer: int, pages: Any, transfer: Transfer, target: Engine) -> int:
         region, layer_stride, page_stride, [(_, key, base)], length, their_layer, their_page, extents, _ = stream

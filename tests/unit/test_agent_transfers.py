@@ -556,6 +556,46 @@ async def test_unequal_sharding(pair):
         model.close()
 
 
+async def test_a_quarantine_shows_by_what_it_waits_for_and_by_its_age(attached):
+    inbox, _ = await attached.open()
+    value = attached.decode.service.metrics.registry.get_sample_value
+
+    def quarantined() -> dict[str, float | None]:
+        stages = ("stop_requested", "fencing", "unproven")
+        return {stage: value("baton_agent_quarantined_inboxes", {"stage": stage}) for stage in stages}
+
+    attached.prefill.engine.hold = attached.prefill.engine.unquiesced = True
+    attached.decode.engine.fail_fences = 1 << 30
+    assert value("baton_agent_oldest_quarantine_seconds") == 0
+    closing = asyncio.create_task(attached.receiver.close_inbox(inbox))
+    await until(lambda: quarantined() == {"stop_requested": 1, "fencing": 0, "unproven": 0})
+    await refused(closing, "FENCE_FAILED")
+    assert quarantined() == {"stop_requested": 0, "fencing": 0, "unproven": 1}
+    assert value("baton_agent_oldest_quarantine_seconds") >= OPTIONS.drain_timeout
+    assert value("baton_agent_fences_total", {"reason": "stop_unconfirmed"}) == 1
+    attached.decode.engine.fail_fences = 0
+    assert await attached.receiver.close_inbox(inbox) == FENCED
+    assert value("baton_agent_fences_total", {"reason": "retry"}) >= 1
+    assert sum(quarantined().values()) == value("baton_agent_oldest_quarantine_seconds") == 0
+
+
+async def test_metrics_show_how_much_a_write_carried_and_how_long_all_took(attached):
+    _, transfer = await attached.open()
+    await attached.sender.submit(0, (transfer, 0, 4, True))
+    attached.source.counter.advance(LAYERS)
+    attached.run()
+    await attached.receiver.event("inbox_full")
+    await attached.sender.event("transfer_done")
+    value = attached.prefill.service.metrics.registry.get_sample_value
+    assert value("baton_agent_extents_per_write_count") == value("baton_agent_extents_per_write_sum") == 1
+    assert value("baton_agent_transfer_seconds_sum") == 5e-6
+    assert value("baton_agent_first_post_seconds_sum") == 1e-6
+    assert value("baton_agent_transfers_total", {"outcome": "done"}) == 1
+    value = attached.decode.service.metrics.registry.get_sample_value
+    assert value("baton_agent_inbox_fill_seconds_sum") == 2e-6
+    assert value("baton_agent_inboxes_total", {"outcome": "full"}) == 1
+
+
 async def test_metrics_show_what_happened(attached):
     inbox, _ = await attached.open()
     assert await attached.receiver.close_inbox(inbox) == QUIESCED
