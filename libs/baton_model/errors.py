@@ -65,6 +65,18 @@ class MissingTensor(ModelError):
         super().__init__(f"{path}: tensor {tensor!r} is missing", tensor=tensor, path=path)
 
 
+class UnknownTensor(ModelError):
+    """The checkpoint has a tensor that the family has no use for: a model without it is another one."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "MODEL_UNKNOWN_TENSOR"
+
+    def __init__(self, tensor: str, path: Path) -> None:
+        super().__init__(
+            f"{path}: tensor {tensor!r} has no place in a model of this architecture", tensor=tensor, path=path
+        )
+
+
 class WrongShape(ModelError):
     """A tensor's shape contradicts the checkpoint's configuration."""
 

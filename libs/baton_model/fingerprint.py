@@ -46,7 +46,7 @@ def _safetensors_digest(path: Path) -> bytes:
         offsets = [8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"]
     except FileNotFoundError as error:
         raise CheckpointNotFound(f"{path}: this shard of the checkpoint is missing", path=path) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise CheckpointUnreadable(f"{path}: not a readable safetensors file: {error}", path=path) from error
     return _digest(path, 8 + length, offsets)
 

@@ -21,6 +21,8 @@ from .weights import WeightSource
 _LENGTH = struct.Struct("<Q")
 _EXPERT = re.compile(r"(\.mlp\.experts)\.(\d+)\.")
 _SPLIT = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+# Read with the configuration, of no effect, and of files that hold the same twice.
+_WITHOUT_A_NAME = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_(rot_embd|kv_b)\.weight")
 _ROTATED = re.compile(r"\.self_attn\.([qk])_proj\.(weight|bias)$")
 
 
@@ -172,6 +174,7 @@ class GgufWeights(WeightSource):
             raise InvalidConfig(f"{file.path}: the gguf library knows no architecture {file.architecture!r}")
         self._names = get_tensor_name_map(architectures[file.architecture], layers)
         self._heads = {"q": heads, "k": kv_heads} if interleaved_rotary else {}
+        self._asked: set[str] = set()
 
     def __len__(self) -> int:
         return sum(self._file.shape(name)[0] if "_exps." in name else 1 for name in self._file)
@@ -182,6 +185,10 @@ class GgufWeights(WeightSource):
         except MissingTensor:
             return False
         return True
+
+    def untouched(self) -> list[str]:
+        """See `WeightSource.untouched`. llama.cpp refuses such files too."""
+        return [name for name in self._file if name not in self._asked and not _WITHOUT_A_NAME.fullmatch(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `WeightSource.shape`."""
@@ -213,4 +220,5 @@ class GgufWeights(WeightSource):
             raise MissingTensor(name if found is None else f"{found} ({name})", self.path)
         if any(part.stop > self._file.shape(found)[0] for part in outer):
             raise MissingTensor(f"{found} ({name})", self.path)
+        self._asked.add(str(found))
         return str(found), outer

@@ -99,7 +99,7 @@ class SafetensorsWeights(WeightSource):
                 self._open[path] = file, frozenset(file.keys())
             except FileNotFoundError as error:
                 raise CheckpointNotFound(f"{path}: this shard of the checkpoint is missing", path=path) from error
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise CheckpointUnreadable(f"{path}: not a readable safetensors file: {error}", path=path) from error
         return self._open[path]
 
@@ -109,8 +109,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointNotFound(f"{path} is missing", path=path) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointUnreadable(f"{path}: not JSON: {error}", path=path) from error
+    except OSError as error:
+        raise CheckpointUnreadable(f"{path}: can't be read: {error}", path=path) from error
     if not isinstance(value, dict):
         raise CheckpointUnreadable(f"{path}: must hold a JSON object, not a {type(value).__name__}", path=path)
     return value

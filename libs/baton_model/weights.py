@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
 
-from .errors import WrongShape
+from .errors import UnknownTensor, WrongShape
 from .layers.linear import Linear, Quantization, make_linear
 from .layers.norm import RmsNorm
 from .layers.vocabulary import Embedding, Head
@@ -43,6 +43,11 @@ class WeightSource(ABC):
         indices of its first dimensions (none empty, steps of 1), and no more of the file than they need.
 
         Raises `MissingTensor`, `UnsupportedTensorType`."""
+
+    def untouched(self) -> Collection[str]:
+        """Tensors that nobody has asked for and that would matter, by their names in the file. Hugging Face directories
+        may hold any others, which transformers passes over too."""
+        return ()
 
 
 class WeightReader:
@@ -86,6 +91,7 @@ class WeightReader:
         self, name: str, shape: tuple[int, ...], slices: Sequence[range], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """These slices, one a dimension, of a parameter of exactly this shape. Raises as `tensor` does."""
+        self.check(name, shape)
         sizes = [len(taken) for taken in slices]
         result = torch.empty(sizes, dtype=dtype or self.dtype, device=self.device)
         self.fill(result, name, shape, slices)
@@ -122,6 +128,7 @@ class WeightReader:
         """This rank's words of the table `name.weight`, `[vocab_size, hidden_size]`. Raises as `tensor` and
         `word_share` do."""
         words = word_share(vocab_size, self.group)
+        self.check(f"{name}.weight", (vocab_size, hidden_size))
         weight = self.empty(len(words), hidden_size)
         self.fill(weight, f"{name}.weight", (vocab_size, hidden_size), [words, range(hidden_size)])
         return Embedding(weight, words, self.group)
@@ -131,8 +138,14 @@ class WeightReader:
         words = word_share(vocab_size, self.group)
         return Head(self.column_parallel([name], [vocab_size], [words], hidden_size, bias=False), self.group)
 
-    def tied_head(self, embedding: Embedding) -> Head:
-        """The head of a model whose embedding is its head too."""
+    def tied_head(self, name: str, embedding: Embedding, vocab_size: int, hidden_size: int) -> Head:
+        """The head of a model whose embedding is its head too. The checkpoint may have a copy of it as the linear
+        `name`; one that differs is a head of its own, as in transformers. Raises as `tensor` does."""
+        copy = f"{name}.weight"
+        if copy in self.source:
+            own = self.part(copy, (vocab_size, hidden_size), [embedding.words, range(hidden_size)])
+            if not torch.equal(own, embedding.weight):
+                return Head(self.make_linear(own, None), self.group)
         return Head(self.make_linear(embedding.weight, None), self.group)
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -148,6 +161,8 @@ class WeightReader:
         taken: range,
         bias: bool,
     ) -> Linear:
+        for name, size in zip(names, rows, strict=True):
+            self.check(f"{name}.weight", (size, columns))
         sizes = [len(share) for share in shares]
         # What is quantised is rounded once, from what the checkpoint says.
         dtype = self.dtype if self.quantization == "none" else torch.float32
@@ -163,15 +178,25 @@ class WeightReader:
 
     def fill(self, target: torch.Tensor, name: str, shape: tuple[int, ...], slices: Sequence[range]) -> None:
         """Reads these slices, one a dimension, of a parameter of exactly this shape. Raises as `tensor` does."""
-        found = self.source.shape(name)
-        if found != shape:
-            raise WrongShape(name, shape, found, self.source.path)
+        self.check(name, shape)
         if target.numel():
             target.copy_(self.source.read(name, slices))
         self.leave_out(1)
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """That the parameter is there and has this shape; before room is made for it, which may be any amount.
+
+        Raises `MissingTensor`, `WrongShape`."""
+        found = self.source.shape(name)
+        if found != shape:
+            raise WrongShape(name, shape, found, self.source.path)
+
     def finish(self) -> None:
-        """Nothing more will be read: tensors that the family has no use for are left out."""
+        """Nothing more will be read. Raises `UnknownTensor` where the checkpoint has more that would matter."""
+        # Only the first rank has a part of everything.
+        if self.group.rank == 0:
+            for name in self.source.untouched():
+                raise UnknownTensor(name, self.source.path)
         if self._progress is not None and self._done < len(self.source):
             self._progress(1.0)
 

@@ -17,6 +17,7 @@ from baton_model.errors import (
     InvalidConfig,
     MissingTensor,
     UnknownFamily,
+    UnknownTensor,
     UnsupportedTensorType,
     WrongShape,
 )
@@ -59,6 +60,9 @@ def test_both_formats_give_the_same_config(tmp_path, family):
     ("stored", "loaded"),
     [
         ({"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}, {"type": "linear", "factor": 2.0}),
+        # What llama.cpp reads where no type is written, and under the older name.
+        ({"rope__scaling__factor": 2.0}, {"type": "linear", "factor": 2.0}),
+        ({"rope__scale_linear": 2.0}, {"type": "linear", "factor": 2.0}),
         (
             {
                 "rope__scaling__type": "yarn",
@@ -236,10 +240,54 @@ def test_a_window_that_changes_nothing_is_let_pass(tmp_path, settings):
     assert load_config(SmallModel(family="qwen3").write_hugging_face(tmp_path, **settings)).layers == 2
 
 
-def test_gguf_that_this_reader_would_read_wrongly_is_refused(tmp_path):
-    small = SmallModel(family="qwen3")
-    with pytest.raises(InvalidConfig, match="sliding_window"):
-        load_config(small.write_gguf(tmp_path / "window.gguf", attention__sliding_window=64))
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"attention__sliding_window": 64}, "sliding_window"),
+        ({"rope__scaling__type": "longrope", "rope__scaling__factor": 2.0}, "rope.scaling.type"),
+        ({"rope__scaling__factor": -2.0}, "rope.scaling.factor"),
+        (
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0, "rope__scaling__yarn_ext_factor": 0.0},
+            "yarn_ext",
+        ),
+        (
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0, "rope__scaling__yarn_beta_slow": 0.0},
+            "beta_slow",
+        ),
+        ({"attention__layer_norm_rms_epsilon": -1.0}, "layer_norm_rms_epsilon"),
+        ({"rope__freq_base": 0.0}, "freq_base"),
+    ],
+)
+def test_gguf_that_this_reader_would_read_wrongly_is_refused(tmp_path, metadata, named):
+    with pytest.raises(InvalidConfig, match=named):
+        load_config(SmallModel(family="qwen3").write_gguf(tmp_path / "window.gguf", **metadata))
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q_norm.weight", "blk.1.attn_q.bias", "blk.2.attn_norm.weight"])
+def test_a_tensor_of_gguf_that_the_model_has_no_place_for_is_named(tmp_path, name):
+    """As llama.cpp does: a bias that is passed over, for example, is another model. Of Hugging Face directories
+    transformers passes over what it doesn't know."""
+    path = SmallModel().write_gguf(tmp_path / "small.gguf", extra={name: np.ones(32, np.float32)})
+    with pytest.raises(UnknownTensor, match=name):
+        load_model(path, "float32")
+    without_effect = {"blk.0.attn_rot_embd.weight": np.ones(8, np.float32)}
+    load_model(SmallModel().write_gguf(tmp_path / "other.gguf", extra=without_effect), "float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"intermediate_size": 2**31 - 1}),
+        ("llama", {"vocab_size": 2**31 - 1}),
+        ("llama", {"hidden_size": 2**31 - 1}),
+        ("llama", {"num_attention_heads": 2**30}),
+        ("qwen3_moe", {"num_experts": 2**31 - 1}),
+        ("qwen3_moe", {"moe_intermediate_size": 2**31 - 1}),
+    ],
+)
+def test_no_room_is_made_for_what_is_not_there(tmp_path, family, settings):
+    with pytest.raises(WrongShape):
+        load_model(SmallModel(family=family).write_hugging_face(tmp_path, **settings), "float32")
 
 
 def test_a_gguf_model_in_several_files(tmp_path):
@@ -314,9 +362,25 @@ def test_what_is_no_checkpoint(tmp_path):
         load_model(directory, "float32")
     with pytest.raises(CheckpointUnreadable, match=r"model\.safetensors"):
         fingerprint(directory)
-    (directory / "config.json").write_text("{")
+    for text in ("{", "[" * 100_000):
+        (directory / "config.json").write_text(text)
+        with pytest.raises(CheckpointUnreadable, match=r"config\.json"):
+            load_config(directory)
+    (directory / "config.json").unlink()
+    (directory / "config.json").mkdir()
     with pytest.raises(CheckpointUnreadable, match=r"config\.json"):
         load_config(directory)
+
+
+def test_an_index_that_names_a_directory(tmp_path):
+    directory = SmallModel().write_hugging_face(tmp_path, shards=2)
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = ""
+    path.write_text(json.dumps(index))
+    for read in (lambda: load_model(directory, "float32"), lambda: fingerprint(directory)):
+        with pytest.raises(CheckpointUnreadable, match="not a readable safetensors file"):
+            read()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])

@@ -48,7 +48,8 @@ def sharded(draw) -> tuple[SmallModel, int]:
         kv_heads=kv_heads,
         head_dim=2,
         hidden=4,
-        vocabulary=draw(st.integers(1, 40)),
+        # Each rank has a word at least.
+        vocabulary=draw(st.integers(ranks, 40)),
         inner=draw(st.integers(1, 40)),
         experts=draw(st.integers(2, 9)),
         dense_layers=(1,),

@@ -97,7 +97,7 @@ class LayerStack(Model, Generic[Step]):
         ]
         self.norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.head = (
-            weights.tied_head(self.embedding)
+            weights.tied_head("lm_head", self.embedding, config.vocab_size, config.hidden_size)
             if config.tied_embeddings
             else weights.head("lm_head", config.vocab_size, config.hidden_size)
         )

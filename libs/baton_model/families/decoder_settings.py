@@ -10,6 +10,10 @@ from ..gguf_file import GgufFile
 from ..settings import Settings
 from . import rope_settings
 
+# Far beyond any model that there is: what has more is a slip of the pen, to be told before anything is made of it.
+MOST_LAYERS = 10_000
+MOST_HEAD_DIM = 1 << 16
+
 
 def from_hugging_face(
     settings: Settings,
@@ -18,10 +22,12 @@ def from_hugging_face(
     context_length: int,
     head_dim: int | None = None,
     kv_heads: int | None = None,
+    window_everywhere: bool = False,
     **switches: Any,
 ) -> ModelConfig:
     """From config.json. `context_length`, `head_dim` and `kv_heads` are the family's defaults for absent settings
     (None: the hidden size divided by the heads; as many as query heads), `switches` further fields of `ModelConfig`.
+    `window_everywhere`: where a sliding window is in use, every layer has it, whatever else is said of layers.
 
     Raises `InvalidConfig`."""
     if settings.get("hidden_act", str, "silu") != "silu":
@@ -33,19 +39,19 @@ def from_hugging_face(
         vocab_size=settings.positive("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=settings.positive("intermediate_size"),
-        layers=settings.positive("num_hidden_layers"),
+        layers=settings.positive("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=settings.positive("num_key_value_heads", kv_heads or heads),
-        head_dim=settings.positive("head_dim", head_dim or hidden_size // heads),
+        head_dim=settings.positive("head_dim", head_dim or hidden_size // heads, most=MOST_HEAD_DIM),
         context_length=context_length,
-        rms_norm_eps=settings.get("rms_norm_eps", float, 1e-6),
+        rms_norm_eps=settings.above("rms_norm_eps", 0, 1e-6),
         rope=rope_settings.from_hugging_face(settings, 10_000.0, context_length),
         tied_embeddings=settings.get("tie_word_embeddings", bool, False),
         bos_token_id=(settings.integers("bos_token_id") or (None,))[0],
         eos_token_ids=settings.integers("eos_token_id"),
         **switches,
     )
-    _refuse_sliding_windows(settings, config)
+    _refuse_sliding_windows(settings, config, window_everywhere)
     return _checked(settings, config)
 
 
@@ -56,7 +62,7 @@ def from_gguf(file: GgufFile, *, family: str, rotated: int | None = None, **swit
     Raises `InvalidConfig`."""
     settings = Settings(file.metadata, file.path, prefix=f"{file.architecture}.")
     hidden_size, heads = settings.positive("embedding_length"), settings.positive("attention.head_count")
-    head_dim = settings.positive("attention.key_length", hidden_size // heads)
+    head_dim = settings.positive("attention.key_length", hidden_size // heads, most=MOST_HEAD_DIM)
     context_length = settings.positive("context_length")
     if "attention.sliding_window" in settings and settings.get("attention.sliding_window", int) < context_length:
         raise settings.invalid("attention.sliding_window", "attention over a part of the context is not supported")
@@ -67,12 +73,12 @@ def from_gguf(file: GgufFile, *, family: str, rotated: int | None = None, **swit
             vocab_size=file.shape("token_embd.weight")[0],
             hidden_size=hidden_size,
             intermediate_size=settings.positive("feed_forward_length"),
-            layers=settings.positive("block_count"),
+            layers=settings.positive("block_count", most=MOST_LAYERS),
             heads=heads,
             kv_heads=settings.positive("attention.head_count_kv", heads),
             head_dim=head_dim,
             context_length=context_length,
-            rms_norm_eps=settings.get("attention.layer_norm_rms_epsilon", float),
+            rms_norm_eps=settings.above("attention.layer_norm_rms_epsilon", 0),
             rope=rope_settings.from_gguf(file, settings, rotated or head_dim, context_length),
             tied_embeddings="output.weight" not in file,
             attention_bias="blk.0.attn_q.bias" in file,
@@ -85,16 +91,25 @@ def from_gguf(file: GgufFile, *, family: str, rotated: int | None = None, **swit
     )
 
 
-def _refuse_sliding_windows(settings: Settings, config: ModelConfig) -> None:
-    """A window changes nothing where no layer has it, or where it holds the whole context."""
-    if not settings.get("use_sliding_window", bool, False) or "sliding_window" not in settings:
-        return
-    if "layer_types" in settings:
-        windowed = "sliding_attention" in settings.strings("layer_types")
+def _refuse_sliding_windows(settings: Settings, config: ModelConfig, everywhere: bool) -> None:
+    """A window changes nothing where no layer has it, or where it holds the whole context. Absent settings have the
+    defaults of transformers' Qwen configurations."""
+    kinds = settings.strings("layer_types")
+    if set(kinds) - {"full_attention", "sliding_attention"}:
+        raise settings.invalid("layer_types", "a layer's attention is over the whole context, or over a window of it")
+    if everywhere:
+        windowed = True
+    elif kinds:
+        windowed = "sliding_attention" in kinds
     else:
-        windowed = settings.get("max_window_layers", int, 0) < config.layers
-    if windowed and settings.positive("sliding_window") < config.context_length:
-        raise settings.invalid("sliding_window", "attention over a part of the context is not supported")
+        windowed = settings.get("max_window_layers", int, 28) < config.layers
+    if not windowed or not settings.get("use_sliding_window", bool, False):
+        return
+    window = settings.optional("sliding_window", 4096)
+    if window is not None and window < config.context_length:
+        raise settings.invalid(
+            "sliding_window", f"attention over a part of the context, here {window} tokens, is not supported"
+        )
 
 
 def _checked(settings: Settings, config: ModelConfig) -> ModelConfig:

@@ -22,7 +22,7 @@ def from_gguf(file: GgufFile) -> ModelConfig:
     settings = Settings(file.metadata, file.path, prefix=f"{file.architecture}.")
     if settings.get("nextn_predict_layers", int, 0):
         raise settings.invalid("nextn_predict_layers", "modules for multi-token prediction can't be read from GGUF")
-    rope = settings.positive("rope.dimension_count")
+    rope = settings.positive("rope.dimension_count", most=decoder_settings.MOST_HEAD_DIM)
     gating = settings.get("expert_gating_func", int, 1)
     if gating not in (1, 2):
         raise settings.invalid("expert_gating_func", "it must be 1 (softmax) or 2 (sigmoid)")
@@ -64,8 +64,8 @@ def _experts_from_gguf(settings: Settings, config: ModelConfig, sigmoid: bool) -
         active=settings.positive("expert_used_count"),
         intermediate_size=inner,
         normalised=normalised,
-        layers=frozenset(range(settings.get("leading_dense_block_count", int, 0), config.layers)),
-        shared_size=inner * settings.get("expert_shared_count", int, 0),
+        layers=frozenset(range(settings.integer("leading_dense_block_count", 0, least=0), config.layers)),
+        shared_size=inner * settings.integer("expert_shared_count", 0, least=0),
         scaling=scaling,
         scoring="sigmoid" if sigmoid else "softmax",
     )
@@ -108,7 +108,9 @@ def _v3(settings: Settings) -> ModelConfig:
     _require(settings, "scoring_func", "sigmoid")
     interleaved = settings.get("rope_interleave", bool, True)
     config = _common(settings, "deepseek_v3", context_length=4096, interleaved=interleaved)
-    config = replace(config, mtp_layers=settings.get("num_nextn_predict_layers", int, 0))
+    config = replace(
+        config, mtp_layers=settings.integer("num_nextn_predict_layers", 0, least=0, most=decoder_settings.MOST_LAYERS)
+    )
     experts = _experts(settings, config, count=256, active=8, size=2048, shared=1, dense=3)
     if experts is None:
         return config
@@ -144,7 +146,7 @@ def _common(settings: Settings, family: str, context_length: int, interleaved: b
     )
     latent = LatentConfig(
         rank=settings.positive("kv_lora_rank", 512),
-        rope=settings.positive("qk_rope_head_dim", 64),
+        rope=settings.positive("qk_rope_head_dim", 64, most=decoder_settings.MOST_HEAD_DIM),
         nope=settings.positive("qk_nope_head_dim", 128),
         value=settings.positive("v_head_dim", 128),
         query_rank=settings.optional("q_lora_rank", 1536),
@@ -162,7 +164,7 @@ def _experts(
     routed = settings.optional("n_routed_experts", count)
     if routed is None:
         return None
-    first = settings.get("first_k_dense_replace", int, dense)
+    first = settings.integer("first_k_dense_replace", dense, least=0)
     step, inner = settings.positive("moe_layer_freq", 1), settings.positive("moe_intermediate_size", size)
     experts = ExpertsConfig(
         count=routed,
@@ -170,8 +172,10 @@ def _experts(
         intermediate_size=inner,
         normalised=False,
         layers=frozenset(layer for layer in range(first, config.layers + config.mtp_layers) if layer % step == 0),
-        shared_size=inner * (settings.optional("n_shared_experts", shared) or 0),
+        shared_size=inner * (settings.optional("n_shared_experts", shared, least=0) or 0),
     )
+    if config.mlp_bias and not experts.shared_size:
+        raise settings.invalid("n_shared_experts", "where blocks have biases (mlp_bias) it must be at least 1")
     if experts.active > experts.count:
         raise settings.invalid("num_experts_per_tok", f"there are {experts.count} experts")
     return experts

@@ -50,6 +50,7 @@ def config_from_hugging_face(settings: Settings) -> ModelConfig:
             family="qwen3_moe",
             context_length=32_768,
             kv_heads=4,
+            window_everywhere=True,
             attention_bias=bias,
             attention_output_bias=bias,
             head_norm=True,
@@ -60,7 +61,7 @@ def config_from_hugging_face(settings: Settings) -> ModelConfig:
                 normalised=settings.get("norm_topk_prob", bool, False),
                 layers=frozenset(
                     layer
-                    for layer in range(settings.positive("num_hidden_layers"))
+                    for layer in range(settings.positive("num_hidden_layers", most=decoder_settings.MOST_LAYERS))
                     if layer not in dense and (layer + 1) % step == 0
                 ),
             ),
@@ -85,7 +86,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
                 normalised=True,
                 layers=frozenset(
                     layer
-                    for layer in range(settings.positive("block_count"))
+                    for layer in range(settings.positive("block_count", most=decoder_settings.MOST_LAYERS))
                     if f"blk.{layer}.ffn_gate_inp.weight" in file
                 ),
             ),

@@ -91,6 +91,8 @@ class StackedExperts:
 
     def __init__(self, name: str, count: int, hidden_size: int, inner: int, weights: WeightReader) -> None:
         self.held = even_share(count, weights.group)
+        if self.held:
+            weights.check(f"{name}.{self.held.start}.gate_proj.weight", (inner, hidden_size))
         self.gate_up = weights.empty(len(self.held), 2 * inner, hidden_size)
         self.down = weights.empty(len(self.held), hidden_size, inner)
         for number, gate_up, down in zip(self.held, self.gate_up, self.down, strict=True):
