@@ -98,6 +98,52 @@ def test_attention_of_any_head_size_is_torchs(head_dim, dtype, order, group, pas
     assert close(found.view(new, -1, head_dim), expected[0].transpose(0, 1).to(dtype))
 
 
+@settings(max_examples=40)
+@given(
+    st.sampled_from([32, 64, 96, 128]),
+    st.sampled_from(["HND", "NHD"]),
+    st.integers(1, 3),
+    st.integers(1, 13),
+    st.sampled_from([1, 5, 16, 64]),
+    st.lists(st.integers(1, 200), min_size=1, max_size=5),
+    st.integers(0, 9),
+)
+def test_decodes_are_torchs_each_by_itself(head_dim, order, kv_heads, group, page_size, contexts, seed):
+    """In bfloat16, behind pages in any order, among which others hold what is no number. Neither what shares the batch
+    nor the number of threads changes a bit."""
+    needed = [-(-context // page_size) for context in contexts]
+    pages = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    tables = [[pages.pop() for _ in range(count)] for count in needed]
+    cache = fresh_cache(order, sum(needed) + 2, page_size, kv_heads, head_dim=head_dim, dtype=torch.bfloat16)
+    cache.tensor.fill_(torch.nan)
+    tokens = [random(n, 2, kv_heads, head_dim, seed=seed + n, dtype=torch.bfloat16) for n in contexts]
+    for table, entries in zip(tables, tokens, strict=True):
+        for i, entry in enumerate(entries):
+            page = cache.tensor[0, table[i // page_size]]
+            (page[:, :, i % page_size] if order == "HND" else page[:, i % page_size]).copy_(entry)
+    queries = 2 * random(len(contexts), kv_heads * group, head_dim, seed=seed, dtype=torch.bfloat16)
+    new = torch.stack([entries[-1] for entries in tokens])
+
+    def decode(chosen: range) -> torch.Tensor:
+        sequences = [([0], contexts[i] - 1) for i in chosen]
+        batch = ForwardBatch.build(sequences, [tables[i] for i in chosen])
+        rows = slice(chosen.start, chosen.stop)
+        return CpuAttention().plan(batch, cache)(0, queries[rows], new[rows]).view(len(chosen), -1, head_dim)
+
+    found = decode(range(len(contexts)))
+    for i, entries in enumerate(tokens):
+        heads, keys, values = (x.float().transpose(0, 1)[None] for x in (queries[i : i + 1], *entries.unbind(1)))
+        expected = torch.nn.functional.scaled_dot_product_attention(heads, keys, values, enable_gqa=True)
+        assert close(found[i], expected[0, :, 0].to(torch.bfloat16))
+        assert torch.equal(decode(range(i, i + 1))[0], found[i])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(decode(range(len(contexts))), found)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avxvnni", "avx512", "avx512vnni"])
 def test_other_instruction_sets(instruction_set):
     """This file and those of attention and linears, with kernels that this processor would not choose."""

@@ -37,12 +37,17 @@ private:
     // Brings a sequence's pages nearer.
     void touch(const char *cache, int64_t sequence) const;
     void attend(char *cache, const char *queries, int64_t query_stride, char *out, const Band &band, int64_t head) const;
+    // Key-value heads `part * decode_heads_` on of a sequence with one new token.
+    void decode(const char *cache, const char *queries, int64_t query_stride, char *out, int64_t sequence,
+                int64_t part) const;
 
     CacheShape shape_;
     int64_t heads_, element_, page_stride_, plane_stride_, head_stride_, token_stride_;
     std::vector<int64_t> starts_, query_lens_, context_lens_;
     std::vector<std::vector<int32_t>> tables_;
     std::vector<Band> bands_;
+    std::vector<int64_t> decodes_;
+    int64_t decode_heads_;
     int threads_;
 };
 

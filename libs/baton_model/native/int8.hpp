@@ -38,8 +38,8 @@ BATON_INLINE Integers multiply_add_bytes(Integers sum, Bytes tokens, const Int8W
 #endif
 }
 #else
-// Without VNNI bytes are multiplied unsigned by signed and added in pairs, in 16 bits. So the weights give their signs to
-// the tokens: 2 * 127 * 127 fits, which 2 * 255 * 127 does not.
+// Without VNNI bytes are multiplied unsigned by signed and added in pairs, in 16 bits. So the weights give their signs
+// to the tokens: 2 * 127 * 127 fits, which 2 * 255 * 127 does not.
 constexpr bool kShifted = false;
 
 #if defined(__AVX512F__)
@@ -81,7 +81,8 @@ BATON_INLINE Bytes broadcast_tokens(const uint8_t *from) {
     return (Bytes)words;
 }
 
-// Bytes by which weights are asked for before they are used.
+// Bytes by which weights are asked for before they are used. One row gains nothing; eight take 6.3 ms for all linears of
+// the default model instead of 7.0.
 constexpr int64_t kAhead = 2048;
 
 // sums[r, C vectors from `panel` on] of R rows.

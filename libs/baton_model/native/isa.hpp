@@ -15,15 +15,16 @@
 #include "rows.hpp"
 #include "int8.hpp"
 #include "attention.hpp"
+#include "decode.hpp"
 #include "draw.hpp"
 // clang-format on
 
 namespace baton::kernels {
 
 const Kernels BATON_CONCATENATE(BATON_ISA, _kernels) = {
-    BATON_STRING(BATON_ISA),  BATON_ISA::attend_scratch, BATON_ISA::attend,   BATON_ISA::rms_norm,
-    BATON_ISA::silu_and_mul,  BATON_ISA::rotate,         BATON_ISA::quantize, BATON_ISA::int8_panel,
-    BATON_ISA::draw,
+    BATON_STRING(BATON_ISA), BATON_ISA::attend_scratch, BATON_ISA::attend,       BATON_ISA::decode_scratch,
+    BATON_ISA::decode,       BATON_ISA::rms_norm,       BATON_ISA::silu_and_mul, BATON_ISA::rotate,
+    BATON_ISA::quantize,     BATON_ISA::int8_panel,     BATON_ISA::draw,
 };
 
 }  // namespace baton::kernels

@@ -28,6 +28,28 @@ struct AttentionTask {
     float scale;
 };
 
+// Some key-value heads' share of a sequence with one new token.
+struct DecodeTask {
+    // The cache of a layer at the first of these heads' first key and value; strides in bytes.
+    const char *keys;
+    const char *values;
+    int64_t page_stride;
+    int64_t token_stride;
+    int64_t head_stride;
+    // From the first byte of these heads' keys in a page to the last, and likewise of the values.
+    int64_t run;
+    int64_t page_size;
+    const int32_t *pages;
+    int64_t context;
+    int64_t head_dim;
+    int64_t heads;
+    // [heads, group, head_dim]
+    const void *query;
+    void *out;
+    int64_t group;
+    float scale;
+};
+
 // Outputs of a linear whose weights lie together.
 constexpr int64_t kPanel = 64;
 
@@ -37,7 +59,7 @@ struct Int8Panel {
     const uint8_t *tokens;
     const float *token_scales;
     int64_t token_stride;
-    // s8 [words, kPanel, 4], each word the weights of four inputs, none of them -128; what is beyond the outputs is zero.
+    // s8 [words, kPanel, 4], each word the weights of four inputs, none of them -128; zero beyond the outputs.
     const int8_t *weights;
     int64_t words;
     // For each output: -128 times the sum of its weights, and its scale. [kPanel]
@@ -68,6 +90,9 @@ struct Kernels {
     // Bytes of scratch memory, aligned to 64, that `attend` needs for a task of so many rows.
     int64_t (*attend_scratch)(int64_t rows, int64_t head_dim);
     void (*attend)(const AttentionTask &task, bool bfloat16, void *scratch);
+    // Bytes of scratch memory, aligned to 64, that `decode` needs for so many query heads; 0 where only `attend` can.
+    int64_t (*decode_scratch)(int64_t rows, int64_t head_dim, bool bfloat16);
+    void (*decode)(const DecodeTask &task, void *scratch);
     // x, weight, out: [rows, size].
     void (*rms_norm)(const void *x, const void *weight, void *out, int64_t rows, int64_t size, float eps, bool bfloat16);
     // x: [rows, 2 * inner]; out: [rows, inner].
