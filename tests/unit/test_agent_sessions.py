@@ -12,6 +12,7 @@ from baton_agent.errors import InvalidArgument
 from baton_agent.options import AgentOptions
 from baton_agent.service import Addresses, TransferAgentService
 from baton_agent.servicers import TransferAgentServicer
+from baton_agent.sessions import FindEvents
 from baton_fabric.errors import FabricError
 from baton_memory import HandoffError, SocketPathInvalid
 from baton_rpc import AddressError, InsecureAddressError, RemoteError
@@ -157,6 +158,23 @@ async def test_events_from_the_beginning_reach_a_worker_that_comes_late_or_again
         later = await client.open_inbox(client.agent, 0)
         client.follow()
         await client.event("inbox_full", lambda event: event.slot == later.slot)
+
+
+async def test_what_was_under_way_in_a_stream_that_broke_comes_again(agent, models):
+    """The agent has sent it, and nobody has read it."""
+    async with worker(agent.target) as client:
+        await client.describe()
+        await models().attach(client.handoff_path, client.session)
+        log = await agent.service.sessions.ask(FindEvents(client.session))
+        await until(lambda: len(log) == 1)
+        stream = client.stub.Events(agent_pb2.EventsRequest(session=client.session))
+        inboxes = [await client.open_inbox(client.agent, 0) for _ in range(3)]
+        await until(lambda: len(log) == 0)
+        stream.cancel()
+        client.follow()
+        await client.event("session_ready")
+        for inbox in inboxes:
+            await client.event("inbox_full", lambda event, inbox=inbox: event.slot == inbox.slot)
 
 
 async def test_a_worker_that_never_reads_loses_its_session(agent, models, monkeypatch):
