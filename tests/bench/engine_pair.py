@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+from cores import place_pair
 from line_processes import Pool, Run, cpu_seconds
 from pages import LAYERS, Pages
 
@@ -13,11 +14,13 @@ from fabric_harness import Pair
 
 
 class EnginePair:
-    """The sender's engine is in this process, the receiver's in a child; pools of `pool_bytes` each."""
+    """The sender's engine is in this process, the receiver's in a child; pools of `pool_bytes` each, half of the cores
+    each: this process, and what it starts, keeps the sender's."""
 
     def __init__(self, provider: str, pool_bytes: int, **options: Any) -> None:
         page = pool_bytes // LAYERS
         self._pair = Pair(provider, remote="receiver", layers=LAYERS, pages=1, page_bytes=page, **options)
+        place_pair(os.getpid(), self._pair.receiver.process.pid)
         self.source = Pool(self._pair.sender.memory.fd, self._pair.sender.memory.length)
         self.destination = Pool(self._pair.receiver.memory.fd, self._pair.receiver.memory.length)
         self._step = 0

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from cores import place_pair
+
 SOURCE = Path(__file__).parent / "native" / "bare_loop.cpp"
 BUILD = Path(__file__).parents[2] / "build" / "bench"
 DEADLINE_S = 120.0
@@ -105,11 +107,12 @@ class Run(NamedTuple):
 
 
 class LinePair:
-    """Sender and receiver, a pool each."""
+    """Sender and receiver, a pool and half of the cores each."""
 
     def __init__(self, sender: LineProcess, receiver: LineProcess) -> None:
         self.sender = sender
         self.receiver = receiver
+        place_pair(sender.pid, receiver.pid)
         self.sender.call("connect " + " ".join(self.receiver.identity))
 
     def run(self, length: int, writes: Offsets, *, wait: bool) -> Run:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from baton_fabric._native import (
     TransferFailed,
 )
 from baton_fabric.errors import FabricError
+from baton_memory import SharedMemory
 from fabric_harness import LARGE_PAGE, Pair, fabrics, pair, wait_until
 
 PROVIDERS = fabrics("tcp", "shm", "local", "tcp;ofi_rxm")
@@ -161,6 +165,22 @@ def test_memory_deregistered_under_fire_harms_nobody(large: Pair) -> None:
     assert large.receiver.metric("retired_regions") == 1
     large.receiver.engine.close_endpoint(large.endpoint)
     assert large.receiver.metric("retired_regions") == 0
+
+
+def test_a_region_has_every_page_mapped_before_the_first_transfer(both: Pair) -> None:
+    """Otherwise each costs a fault in the midst of one: the receiver falls behind, and over tcp its window closes."""
+    with closing(SharedMemory.create("mapped-whole", 4 << 20)) as memory:
+        region, _ = both.sender.engine.register_region(memory.fd, memory.length)
+        # The test's own and the engine's: kB of address space, kB of it mapped.
+        assert mapped("/memfd:mapped-whole") == [(4096, 4096)] * 2
+        both.sender.engine.deregister_region(region)
+
+
+def mapped(name: str) -> list[tuple[int, int]]:
+    """(size, resident) in kB of each mapping of a file in this process."""
+    text = Path("/proc/self/smaps").read_text()
+    sizes = re.findall(rf" {re.escape(name)}.*\nSize: +(\d+) kB\n(?:.*\n)*?Rss: +(\d+) kB", text)
+    return [(int(size), int(resident)) for size, resident in sizes]
 
 
 def test_regions_in_use_stay(both: Pair) -> None:

@@ -121,11 +121,15 @@ std::vector<Event> Engine::events() { return core_->events.take(); }
 Engine::RegisteredRegion Engine::register_region(int fd, uint64_t length, Domains domains) {
     // The descriptor is the caller's again if the call times out, and a stalled thread must not use it then.
     auto own = std::make_shared<UniqueFd>(UniqueFd::duplicate(fd));
-    return call(
+    const auto [region, memory] = call(
         [own, length, domains = std::move(domains)](Progress &progress) {
-            return registered(progress.regions().add(own->get(), length, progress.chosen(domains)));
+            const Region &added = progress.regions().add(own->get(), length, progress.chosen(domains));
+            return std::pair(registered(added), progress.regions().readable(added.id));
         },
         kRegisterNs);
+    // On the caller's thread: it takes some 0.2 s a GB, in which the progress thread has transfers to serve.
+    memory->populate();
+    return region;
 }
 
 Engine::RegisteredRegion Engine::register_device_region(DeviceRange range, Domains domains) {

@@ -79,6 +79,12 @@ void Mapping::replace_by_nothing() {
     mmap(address_, length_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
+void Mapping::populate() const {
+#ifdef MADV_POPULATE_WRITE
+    madvise(address_, length_, MADV_POPULATE_WRITE);
+#endif
+}
+
 uint64_t KeySource::draw() {
     const uint64_t key = (static_cast<uint64_t>(random_()) << 32) | random_();
     return size_ >= 8 ? key : key & ((uint64_t{1} << (8 * size_)) - 1);

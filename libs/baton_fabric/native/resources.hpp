@@ -49,6 +49,12 @@ class Mapping {
     // does not reach the file. The file's memory is let go at once.
     void replace_by_nothing();
 
+    // Maps every page now, as a NIC's registration does, and not when a transfer first touches it. A receiver that
+    // faults on every page falls behind: over tcp its window closes, and a sender that paces by the rate that it
+    // measures (BBR) was seen to stay slow for the rest of the connection. Does nothing before Linux 5.14. Other threads
+    // may use the memory meanwhile.
+    void populate() const;
+
     void *address() const { return address_; }
     size_t length() const { return length_; }
 
