@@ -89,13 +89,13 @@ class Int8Linear(Linear):
         self._bias_address = 0 if bias is None else bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        x = x.contiguous()
         product = x.new_empty((*x.shape[:-1], self._outputs))
         self._matrix.multiply(
-            rows.data_ptr(),
+            x.data_ptr(),
             self._bias_address,
             product.data_ptr(),
-            len(rows),
+            x.numel() // x.shape[-1],
             x.dtype == torch.bfloat16,
             torch.get_num_threads(),
         )

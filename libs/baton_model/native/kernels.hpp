@@ -60,6 +60,7 @@ struct Int8Panel {
     const float *token_scales;
     int64_t token_stride;
     // s8 [words, kPanel, 4], each word the weights of four inputs, none of them -128; zero beyond the outputs.
+    // Sums have 32 bits, enough for 16,000 words.
     const int8_t *weights;
     int64_t words;
     // For each output: -128 times the sum of its weights, and its scale. [kPanel]
