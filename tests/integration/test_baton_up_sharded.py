@@ -41,6 +41,16 @@ CASES: dict[str, tuple[SmallCheckpoint, tuple[str, ...], tuple[int, int]]] = {
         ("--prefill-tp", "2", "--decode-tp", "3"),
         (3, 1),
     ),
+    "latent, 2 into 1": (
+        SmallDeepseek(vocabulary=VOCABULARY),
+        ("--prefill-tp", "2", "--decode-tp", "1"),
+        (1, 1),
+    ),
+    "latent, 1 into 2": (
+        SmallDeepseek(vocabulary=VOCABULARY, generation=2, query_rank=None, shared=2),
+        ("--prefill-tp", "1", "--decode-tp", "2"),
+        (2, 1),
+    ),
     "latent, 2 into 2 engines": (
         SmallDeepseek(vocabulary=VOCABULARY),
         ("--prefill-tp", "2", "--decode-dp", "2"),

@@ -246,6 +246,34 @@ async def test_the_prefill_workers_hits_are_the_usages(rig):
     await rig.idle()
 
 
+async def test_the_first_tokens_usage_knows_the_prefill_workers_hits_if_they_come_soon(rig, monkeypatch):
+    """A stop string may end the answer there, and what was told so far is what the client gets."""
+    monkeypatch.setattr("baton_decode.servicer.FIRST_ACCOUNT_WAIT_S", 5.0)
+    call = rig.stub.Generate(prompt_of(rig, list(range(20)), max_tokens=2))
+    run = await rig.prefill.run()
+    rig.agent.fill(run.key)
+    reading = asyncio.create_task(call.read())
+    await until(lambda: rig.engine.plans, "the first step")
+    await settle()
+    assert not reading.done()
+    run.succeed(cached_tokens=12)
+    assert (await reading).usage.cached_tokens == 12
+    assert (await call.read()).token_ids
+    assert (await call.read()).usage.cached_tokens == 12
+    await rig.idle()
+
+
+async def test_the_first_token_does_not_wait_for_an_account_that_does_not_come(rig):
+    call = rig.stub.Generate(prompt_of(rig, list(range(20)), max_tokens=2))
+    run = await rig.prefill.run()
+    rig.agent.fill(run.key)
+    assert (await call.read()).token_ids
+    assert not run.answer.done()
+    run.succeed()
+    assert (await call.read()).token_ids
+    await rig.idle()
+
+
 @pytest.mark.parametrize("section", [{"policy": "fallback"}, {"policy": "always"}], indirect=True)
 async def test_a_prompt_computed_here_begins_where_the_cached_prefix_ends(rig):
     options = {"workers": []}
