@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 # The prefill worker's account of a request (timeline, cached tokens) is awaited this long at the request's end. It
 # comes soon after the last write, unless that worker is stuck.
 ACCOUNT_WAIT_S = 2.0
-# And so long with the first token, which may be the last that a client wants: it ends at a stop string, and has only what
-# it was told by then. The account comes with the last write, a millisecond before or after the first step of a small
-# model, long before that of a large one.
+# And so long with the first token, which may be the last that a client wants: it ends at a stop string, and has only
+# what it was told by then. The account comes with the last write, a millisecond before or after the first step of a
+# small model, long before that of a large one.
 FIRST_ACCOUNT_WAIT_S = 0.01
 MAX_LOGPROBS = 20
 
