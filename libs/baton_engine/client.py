@@ -31,6 +31,7 @@ from baton_engine.messages import (
 )
 from baton_engine.rank_process import MODEL_PROCESS, RankProcess
 from baton_engine.ranks import rank_specs
+from baton_memory import mapping_seconds
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -145,9 +146,10 @@ class EngineClient:
     async def attach(self, handoff_path: str, session: int, *, timeout_s: float = 30.0) -> None:
         """Has every rank hand its cache and layer counter to the agent on the unix socket `handoff_path`.
 
-        Replaces a former agent. Waits for a step in flight. Raises AttachFailed; ranks that did attach stay so until
-        the next call.
+        Replaces a former agent. Waits for a step in flight, at most `timeout_s` seconds and as long as agents may take
+        to map the cache. Raises AttachFailed; ranks that did attach stay so until the next call.
         """
+        timeout_s += mapping_seconds(self.info.layers * self.info.pages * self.info.page_bytes)
         try:
             async with asyncio.timeout(timeout_s):
                 answers = await self._ask_all(Attach(handoff_path, session))

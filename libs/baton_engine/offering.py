@@ -6,7 +6,7 @@ from baton_engine.executor import Executor
 from baton_engine.messages import EngineInfo, EngineSpec
 from baton_memory import Handoff, HandoffConnection, hand_over
 
-# An agent that is up answers within milliseconds; meanwhile no step runs.
+# An agent that is up answers within milliseconds once it has mapped the memory; meanwhile no step runs.
 _TIMEOUT_S = 10.0
 
 

@@ -12,7 +12,7 @@ from .errors import (
     SocketInUse,
     SocketPathInvalid,
 )
-from .handoff import HandoffConnection, hand_over
+from .handoff import HandoffConnection, hand_over, mapping_seconds
 from .offer import Handoff, region_bytes
 from .shared import SharedMemory
 
@@ -31,5 +31,6 @@ __all__ = [
     "SocketInUse",
     "SocketPathInvalid",
     "hand_over",
+    "mapping_seconds",
     "region_bytes",
 ]

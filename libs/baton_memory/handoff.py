@@ -12,6 +12,15 @@ from .frames import Frame, FrameReader, encode_frame
 from .offer import Handoff, parse_offer
 from .sockets import check_socket_path
 
+# An agent maps every page of a host's memory before it answers, which takes 0.2 to 0.3 s a GB in pages of 4 KiB; three
+# times that and more, since other ranks come at the same time.
+_SECONDS_A_BYTE = 1e-9
+
+
+def mapping_seconds(length: int) -> float:
+    """How long an agent may take to map so many bytes, beyond what any answer may take."""
+    return length * _SECONDS_A_BYTE
+
 
 class HandoffConnection:
     """The agent holds the memory as long as this connection lives. Closing it ends the session."""
@@ -38,7 +47,8 @@ def hand_over(
     *,
     timeout: float = 30.0,
 ) -> HandoffConnection:
-    """Offers this rank's memory to the agent that listens on `path`, and waits up to `timeout` seconds for its answer.
+    """Offers this rank's memory to the agent that listens on `path`, and waits for its answer: up to `timeout` seconds,
+    and `mapping_seconds` of all regions.
 
     `region_fds`: one memfd for each of `offer.regions`; the caller may close all descriptors afterwards. Raises
     OfferInvalid for an offer that no agent would take, SocketPathInvalid, HandoffError with the agent's status, reason
@@ -56,6 +66,7 @@ def hand_over(
         # Whoever refuses may be gone before this call, even of no bytes: the answer tells why.
         with contextlib.suppress(BrokenPipeError):
             connection.sendall(message[sent:])
+        connection.settimeout(timeout + mapping_seconds(offer.kv_length))
         answer = _answer(connection).body
         if answer.get("ok") is not True:
             raise _refusal(answer)

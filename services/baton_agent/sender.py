@@ -192,8 +192,9 @@ class Sender(WorkingActor):
         view = self._sessions.get(message.session)
         if view is None:
             raise UnknownSession(message.session)
-        base = message.step * view.cache.layout.layers
-        if base >= 1 << 64:
+        layers = view.cache.layout.layers
+        base = message.step * layers
+        if base + layers >= 1 << 64:
             raise InvalidArgument(f"the layer counter does not reach step {message.step}: it has 64 bits", field="step")
         chunks: list[Chunk] = []
         for chunk in message.chunks:

@@ -475,9 +475,11 @@ async def test_a_transfer_belongs_to_its_session(attached):
 
 
 async def test_a_step_that_no_counter_reaches_is_refused(attached):
+    """Nor its last layer."""
     _, transfer = await attached.open()
-    error = await refused(attached.sender.submit(2**63, (transfer, 0, 4, True)), "INVALID_FIELD")
-    assert error.fields["field"] == "step"
+    for step in (2**63, (2**64 - 1) // LAYERS):
+        error = await refused(attached.sender.submit(step, (transfer, 0, 4, True)), "INVALID_FIELD")
+        assert error.fields["field"] == "step"
     await attached.sender.submit(0, (transfer, 0, 4, True))
     attached.source.counter.advance(LAYERS)
     attached.run()

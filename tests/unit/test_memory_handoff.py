@@ -224,3 +224,13 @@ async def test_no_agent(tmp_path, memory, counter):
     with pytest.raises(HandoffError) as error:
         hand_over(str(tmp_path / "none"), OFFER, [memory.fd], counter.memory_fd, counter.doorbell_fd)
     assert error.value.status == "UNAVAILABLE"
+
+
+async def test_the_answer_is_awaited_for_as_long_as_mapping_the_memory_may_take(agent, memory, counter, monkeypatch):
+    """Any fixed time would be too short for some cache, which would be offered again and again."""
+    monkeypatch.setattr("baton_memory.handoff._SECONDS_A_BYTE", 1.0)
+    connection = await asyncio.to_thread(
+        hand_over, agent.server.path, OFFER, [memory.fd], counter.memory_fd, counter.doorbell_fd, timeout=0.0
+    )
+    assert connection.incarnation == 99
+    connection.close()
