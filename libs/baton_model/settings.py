@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ class Settings:
                     setting=self._prefix + key,
                 )
             return default
-        if kind is float and type(value) is int and abs(value) <= MOST:
+        if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             return kind(value)
         if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise self.invalid(key, f"it must be a {'finite ' if kind is float else ''}{kind.__name__}")

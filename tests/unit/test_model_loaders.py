@@ -212,6 +212,11 @@ def test_a_bad_setting_is_named(tmp_path, settings, complaint):
         load_config(SmallModel().write_hugging_face(tmp_path, **settings))
 
 
+def test_a_real_number_may_be_written_as_an_integer_of_any_size(tmp_path):
+    small = SmallModel().write_hugging_face(tmp_path, rope_parameters={"rope_theta": 10**10})
+    assert load_config(small).rope.theta == 1e10
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "complaint"),
     [
