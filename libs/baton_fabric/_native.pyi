@@ -257,7 +257,8 @@ class Engine:
         (region, (domain, key, base) of each). fd is duplicated.
 
         Takes some 0.2 s a GB, in which the engine goes on serving transfers (over verbs it does not). base is what to
-        add to an offset to address the region remotely: 0 where the provider addresses by offset.
+        add to an offset to address the region remotely: 0 where the provider addresses by offset. Where there is less
+        memory than the file promises it is refused with NO_MEMORY, and nothing stays registered.
         """
     def register_device_region(
         self, address: int, length: int, device: int, dmabuf_fd: int = -1, domains: Sequence[int] | None = None

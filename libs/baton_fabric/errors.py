@@ -23,6 +23,7 @@ class FabricError(Exception):
     INVALID_ARGUMENT   CHUNK_OUT_OF_ORDER    a chunk does not start where the one before ended, or comes after the last
     INVALID_ARGUMENT   CHUNK_TOO_LONG        a chunk ends behind the transfer's last page
     INVALID_ARGUMENT   LAST_CHUNK_SHORT      the last chunk leaves pages of the transfer without a plan
+    RESOURCE_EXHAUSTED NO_MEMORY             the node has not the memory that a region's file only promises
     NOT_FOUND          UNKNOWN_REGION        no such region; likewise UNKNOWN_COUNTER, UNKNOWN_ENDPOINT, UNKNOWN_PEER
     ALREADY_EXISTS     TRANSFER_EXISTS       the transfer id is in use
     ALREADY_EXISTS     SLOT_IN_USE           the inbox slot is in use

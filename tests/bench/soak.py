@@ -36,8 +36,11 @@ SLOTS = 4096
 TERMINAL = (TransferDone, TransferCancelled, TransferFailed)
 LEVELS = ("transfers", "writes_in_flight", "bytes_in_flight", "inboxes", "peers", "endpoints")
 MIB = 1 << 20
-# libfabric's tcp provider forgets a description of 15 allocations (1.7 KiB) with each of its endpoints.
+# libfabric's tcp provider forgets a description of 15 allocations (1.7 KiB) with each of its endpoints. They lie among
+# what else a connection takes and gives back, so that the heap grows by some 7.5 KiB a reconnect; without reconnects it
+# doesn't grow at all.
 LOST_A_RECONNECT = 30
+LOST_BYTES_A_RECONNECT = 8 << 10
 
 
 class Allocator:
@@ -189,8 +192,10 @@ def run(report: Report, allocator: Allocator, transfers: int, minutes: float) ->
         reconnects = soak.reconnects - reconnects
         outcomes = ", ".join(f"{count} {name}" for name, count in sorted(soak.outcomes.items()))
         print(f"  {batch * AT_A_TIME} transfers: {outcomes}; {resident_bytes() / MIB:.0f} MiB resident")
-        print(f"  after the first tenth: {reconnects} reconnects, {grown[1]} more live allocations")
-        report.at_most("memory grown after the first tenth", grown[0] / MIB, 1.0, "MiB")
+        more = f"{grown[0] / MIB:.2f} MiB and {grown[1]} live allocations more"
+        print(f"  after the first tenth: {reconnects} reconnects, {more}")
+        memory = grown[0] - LOST_BYTES_A_RECONNECT * reconnects
+        report.at_most("memory of ours grown after the first tenth", memory / MIB, 1.0, "MiB")
         ours = grown[1] - LOST_A_RECONNECT * reconnects
         report.at_most("live allocations of ours grown after the first tenth", ours, 200)
         left_over = sum(soak.levels().values()) - 2  # one peer and one endpoint are meant to be there

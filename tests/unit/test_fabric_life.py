@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -174,6 +176,39 @@ def test_a_region_has_every_page_mapped_before_the_first_transfer(both: Pair) ->
         # The test's own and the engine's: kB of address space, kB of it mapped.
         assert mapped("/memfd:mapped-whole") == [(4096, 4096)] * 2
         both.sender.engine.deregister_region(region)
+
+
+# A file that promises 4 MiB, of a file system that has room for one; in a mount namespace of its own.
+REGISTER_A_PROMISE = """
+import ctypes, os, sys
+from baton_fabric._native import Engine
+from baton_fabric.errors import FabricError
+NEWNS, NEWUSER, PRIVATE, MIB = 0x20000, 0x10000000, 0x44000, 1 << 20
+libc, directory = ctypes.CDLL(None), os.fsencode(sys.argv[1])
+if libc.unshare(NEWNS) != 0 and libc.unshare(NEWNS | NEWUSER) != 0:
+    sys.exit("no namespace")
+if libc.mount(b"none", b"/", None, PRIVATE, None) or libc.mount(b"tmpfs", directory, b"tmpfs", 0, b"size=1m"):
+    sys.exit("no mount")
+descriptor = os.open(os.path.join(directory, b"memory"), os.O_RDWR | os.O_CREAT)
+os.ftruncate(descriptor, 4 * MIB)
+engine = Engine("tcp", ["127.0.0.1"])
+try:
+    engine.register_region(descriptor, 4 * MIB)
+except FabricError as error:
+    print(error.status, error.reason, error.fields, engine.metrics()["regions"])
+engine.register_region(descriptor, MIB // 2)
+print(engine.metrics()["regions"])
+engine.close()
+"""
+
+
+def test_a_region_without_the_memory_for_it_is_refused(tmp_path: Path) -> None:
+    """Otherwise the first write into it would end the agent by SIGBUS."""
+    command = [sys.executable, "-c", REGISTER_A_PROMISE, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    if done.stderr.startswith("no "):
+        pytest.skip(f"{done.stderr.strip()} may be made here")
+    assert done.stdout.splitlines() == ["RESOURCE_EXHAUSTED NO_MEMORY {'length': '4194304'} 0", "1"], done.stderr
 
 
 def mapped(name: str) -> list[tuple[int, int]]:

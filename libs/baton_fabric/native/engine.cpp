@@ -128,7 +128,12 @@ Engine::RegisteredRegion Engine::register_region(int fd, uint64_t length, Domain
         },
         kRegisterNs);
     // On the caller's thread: it takes some 0.2 s a GB, in which the progress thread has transfers to serve.
-    memory->populate();
+    try {
+        memory->populate();
+    } catch (const Error &) {
+        deregister_region(region.region);
+        throw;
+    }
     return region;
 }
 

@@ -8,6 +8,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstring>
+#include <string>
 #include <utility>
 
 namespace baton::fabric {
@@ -81,7 +84,14 @@ void Mapping::replace_by_nothing() {
 
 void Mapping::populate() const {
 #ifdef MADV_POPULATE_WRITE
-    madvise(address_, length_, MADV_POPULATE_WRITE);
+    int done = 0;
+    do {
+        done = madvise(address_, length_, MADV_POPULATE_WRITE);
+    } while (done != 0 && errno == EINTR);
+    if (done != 0 && (errno == ENOMEM || errno == EFAULT || errno == EHWPOISON)) {
+        throw Error("there is no memory for a region of " + std::to_string(length_) + " bytes: " + std::strerror(errno),
+                    "RESOURCE_EXHAUSTED", "NO_MEMORY", {{"length", std::to_string(length_)}});
+    }
 #endif
 }
 

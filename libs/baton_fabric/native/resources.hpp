@@ -52,7 +52,7 @@ class Mapping {
     // Maps every page now, as a NIC's registration does, and not when a transfer first touches it. A receiver that
     // faults on every page falls behind: over tcp its window closes, and a sender that paces by the rate that it
     // measures (BBR) was seen to stay slow for the rest of the connection. Does nothing before Linux 5.14. Other threads
-    // may use the memory meanwhile.
+    // may use the memory meanwhile. Throws Error where there is not so much memory.
     void populate() const;
 
     void *address() const { return address_; }
