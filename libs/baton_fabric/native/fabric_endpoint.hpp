@@ -17,6 +17,7 @@ namespace baton::fabric {
 class FabricEndpoint {
   public:
     explicit FabricEndpoint(FabricDomain &domain);
+    ~FabricEndpoint();
 
     const std::string &address() const { return address_; }
     fid_ep *fid() const { return endpoint_.get(); }
@@ -26,7 +27,10 @@ class FabricEndpoint {
     fi_addr_t insert(const std::string &address);
 
   private:
+    void settle();
+
     uint32_t format_;
+    bool layered_;  // over rxm
     std::shared_ptr<CompletionQueue> queue_;
     UniqueFid<fid_av> addresses_;
     UniqueFid<fid_ep> endpoint_;  // closed before what is bound to it
