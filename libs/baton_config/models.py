@@ -27,8 +27,10 @@ def resolve_model(spec: str) -> Path:
     raise ModelNotFoundError(spec, f"no such file or directory; there is also {DEFAULT_MODEL!r}, the default")
 
 
-def served_name(spec: str) -> str:
-    """The name that clients see unless model.served_name says otherwise."""
+def served_name(spec: str, configured: str | None = None) -> str:
+    """The name that clients see: model.served_name where it is `configured`, else by the model itself."""
+    if configured:
+        return configured
     return DEFAULT_MODEL_NAME if spec == DEFAULT_MODEL else Path(spec).expanduser().resolve().name.removesuffix(".gguf")
 
 

@@ -84,6 +84,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
     ``flags``: nested, as in {"gateway": {"http": "127.0.0.1:8001"}}. ``file``: by default $BATON_CONFIG, else
     ./baton.toml if there is one. Raises ConfigError with every problem found.
     """
+    _refuse_unknown_sections()
     token = _file.set(_config_file(file))
     try:
         return Settings(**(flags or {}))
@@ -93,6 +94,21 @@ def load_settings(flags: Mapping[str, Any] | None = None, file: Path | None = No
         raise ConfigError([ConfigProblem(str(_file.get() or "environment"), str(error), "")]) from error
     finally:
         _file.reset(token)
+
+
+def _refuse_unknown_sections() -> None:
+    """Variables of other sections than there are would be passed over. Those without "__" are none of ours, such as the
+    BATON_GATEWAY_PORT that Kubernetes sets for a service of that name."""
+    written = (name for name in os.environ if name.upper().startswith("BATON_") and "__" in name)
+    unknown = [name for name in written if name.upper()[6:].partition("__")[0].lower() not in Settings.model_fields]
+    if unknown:
+        sections = ", ".join(Settings.model_fields)
+        raise ConfigError(
+            [
+                ConfigProblem(name, f"there is no such section; there are {sections}", os.environ[name])
+                for name in unknown
+            ]
+        )
 
 
 def _problem(item: ErrorDetails) -> ConfigProblem:

@@ -215,7 +215,7 @@ class Worker:
             incarnation=self._incarnation,
             address=self._address,
             model=registry_pb2.ModelInfo(
-                name=self._settings.model.served_name or served_name(self._settings.model.name),
+                name=served_name(self._settings.model.name, self._settings.model.served_name),
                 fingerprint=info.fingerprint,
                 max_model_len=self.max_model_len,
                 vocab_size=info.vocab_size,

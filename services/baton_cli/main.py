@@ -274,7 +274,8 @@ def show_config(
         sys.stdout.write(to_toml(_settings(config, assignments, {})))
         return
     table = Table(show_edge=False, pad_edge=False)
-    for column in ("option", "default", "values", "meaning"):
+    table.add_column("option", no_wrap=True)  # a name that is cut in two can't be searched for
+    for column in ("default", "values", "meaning"):
         table.add_column(column, overflow="fold")
     for option in options():
         table.add_row(option.path, option.default, option.kind, option.description)

@@ -3,7 +3,7 @@
 import importlib
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import uvloop
 
 from baton_actors import hold_stop_signals
 from baton_cli.parent import end_with_parent
-from baton_config import Settings
+from baton_config import ConfigError, ConfigProblem, Settings
 from baton_telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,19 @@ def run_service(command: str, settings: Settings, parent: int | None = None) -> 
     if parent is not None:
         end_with_parent(parent, settings.cluster.stop_timeout_s)
     if options.cpus:
-        os.sched_setaffinity(0, options.cpus)
+        _bind(service.section, options.cpus)
     _make_directories(settings, command)
     uvloop.run(service.load()(settings))
+
+
+def _bind(section: str, cpus: Collection[int]) -> None:
+    """Raises ConfigError if none of these CPUs may be used."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        usable = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        problem = f"none of them is there to be used; there are {usable}"
+        raise ConfigError([ConfigProblem(f"{section}.cpus", problem, ", ".join(map(str, cpus)))]) from error
 
 
 def _make_directories(settings: Settings, command: str) -> None:

@@ -19,7 +19,7 @@ from baton_cli.plan import ClusterPlan, plan_cluster, ports_needed
 from baton_cli.ports import AddressTakenError, free_ports, is_free
 from baton_cli.progress import Progress
 from baton_cli.timeline import timeline_table
-from baton_config import ConfigError, ConfigProblem, Settings, resolve_model
+from baton_config import ConfigError, ConfigProblem, Settings, resolve_model, served_name
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,9 @@ def _print_summary(plan: ClusterPlan, console: Console, seconds: float) -> None:
     settings = plan.gateway.settings
     gateway = settings.gateway
     quantization = "" if settings.model.quantization == "none" else f", {settings.model.quantization}"
+    name = served_name(settings.model.name, settings.model.served_name)
     console.print(
-        f"[bold]{settings.model.name}[/] ({settings.model.dtype}{quantization}) is served after {seconds:.1f} s: "
+        f"[bold]{name}[/] ({settings.model.dtype}{quantization}) is served after {seconds:.1f} s: "
         f"HTTP [cyan]http://{gateway.http}/v1[/], gRPC [cyan]{gateway.grpc}[/]",
         highlight=False,
     )

@@ -40,7 +40,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.cluster = Cluster(options.lease_ttl_s, self.metrics, tls.channel_credentials() if tls else None)
         rules = RoutingRules(
-            model=settings.model.served_name or served_name(settings.model.name),
+            model=served_name(settings.model.name, settings.model.served_name),
             prefill_candidates=options.prefill_candidates,
             decode_computes_prompts=settings.decode.local_prefill != "never",
         )

@@ -74,6 +74,7 @@ def test_workers_are_told_how_many_model_processes_and_engines(monkeypatch):
         (["up", "--device", "tpu"], "model.device", 2),
         (["up", "--model", "no-such-model"], "no such file or directory", 1),
         (["up", "--prefill", "0"], "--colocated", 2),
+        (["gateway", "--set", "gateway.cpus=4095"], "gateway.cpus", 2),
         (["up", "--colocated", "--prefill", "1"], "no prefill workers", 2),
         (["up", "--colocated", "--prefill-tp", "2"], "no prefill workers", 2),
         (["generate", "hello", "--grpc", "127.0.0.1:1"], "start one with `baton up`", 1),

@@ -45,6 +45,18 @@ def test_the_file_is_found_by_variable_then_in_the_working_directory(tmp_path, m
         load_settings()
 
 
+def test_a_misspelt_variable_is_told_and_those_of_others_are_not(monkeypatch):
+    monkeypatch.setenv("BATON_GATEWAY_PORT", "tcp://10.0.0.1:50051")  # as Kubernetes sets it
+    monkeypatch.setenv("batonne__kv_bytes", "1")
+    load_settings()
+    monkeypatch.setenv("BATON_DECODE__KV_BYTE", "64MiB")
+    with pytest.raises(ConfigError, match=r"decode\.kv_byte: there is no such option"):
+        load_settings()
+    monkeypatch.setenv("BATON_DECOD__KV_BYTES", "64MiB")
+    with pytest.raises(ConfigError, match="BATON_DECOD__KV_BYTES: there is no such section; there are model, cluster"):
+        load_settings()
+
+
 def test_texts_for_sizes_and_cpus(monkeypatch):
     monkeypatch.setenv("BATON_DECODE__KV_BYTES", "64MiB")
     monkeypatch.setenv("BATON_DECODE__CPUS", "0,2-4")
@@ -150,6 +162,7 @@ def test_assignments_and_layers():
 def test_models(tmp_path):
     assert resolve_model("smollm2").suffix == ".gguf"
     assert served_name("smollm2") == "SmolLM2-135M-Instruct"
+    assert served_name("smollm2", "ours") == "ours"
     (tmp_path / "tiny.gguf").touch()
     (tmp_path / "hf").mkdir()
     assert resolve_model(str(tmp_path / "tiny.gguf")) == tmp_path / "tiny.gguf"
