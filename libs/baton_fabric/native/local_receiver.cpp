@@ -10,13 +10,13 @@ namespace baton::fabric {
 namespace {
 
 // A sender makes one from each of its domains that meets this endpoint, and an agent has up to 64 domains. Twice as many:
-// one that comes again may be seen before the ends of its former connections are.
+// one that comes again may be seen before the ends of its former connections are. All of them may come at once.
 constexpr size_t kMostConnections = 128;
 
 }  // namespace
 
 LocalReceivingEndpoint::LocalReceivingEndpoint(LocalDomain &domain)
-    : domain_(domain), address_(draw_local_address()), listener_(listen_at(address_)) {
+    : domain_(domain), address_(draw_local_address()), listener_(listen_at(address_, static_cast<int>(kMostConnections))) {
     domain_.watch(listener_.get(), *this);
     domain_.add(*this);
 }

@@ -21,7 +21,6 @@ namespace {
 constexpr const char *kPrefix = "local:baton-";
 constexpr size_t kScheme = 6;  // of "local:", which is not part of the name
 constexpr size_t kDigits = 32;
-constexpr int kBacklog = 64;
 constexpr size_t kMostFds = 4;
 
 struct AbstractName {
@@ -72,14 +71,14 @@ std::string draw_local_address() {
 
 size_t local_address_length() { return std::strlen(kPrefix) + kDigits; }
 
-UniqueFd listen_at(const std::string &address) {
+UniqueFd listen_at(const std::string &address, int waiting) {
     check_address(address);
     UniqueFd listener = open_socket();
     const AbstractName name(address);
     if (bind(listener.get(), name.get(), name.length) != 0) {
         throw system_call_failed("bind");
     }
-    if (listen(listener.get(), kBacklog) != 0) {
+    if (listen(listener.get(), waiting) != 0) {
         throw system_call_failed("listen");
     }
     return listener;

@@ -40,8 +40,9 @@ std::string draw_local_address();
 size_t local_address_length();
 
 // Throw Error: BAD_ADDRESS for what is no local address, SYSTEM_CALL_FAILED.
-UniqueFd listen_at(const std::string &address);
-// No descriptor if nobody listens there (any more), or somebody of another user.
+// `waiting`: connections that may wait to be accepted.
+UniqueFd listen_at(const std::string &address, int waiting);
+// No descriptor if nobody listens there (any more), or somebody of another user, or too many wait.
 UniqueFd connect_to(const std::string &address);
 // Likewise if there is no connection to accept; `error` is the number of the error then.
 UniqueFd accept_from(int listener, int &error);
