@@ -45,6 +45,14 @@ def both(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def two() -> Iterator[Any]:
+    with pair("tcp", domains=domains(2, 2), layers=LAYERS, page_bytes=128 << 10) as two:
+        two.sender.fill()
+        yield two
+
+
+@pytest.fixture
+def impatient() -> Iterator[Any]:
+    """Two against two that wait for a second at most."""
     with pair("tcp", domains=domains(2, 2), layers=LAYERS, page_bytes=128 << 10, post_timeout_ms=1000) as two:
         two.sender.fill()
         yield two
@@ -228,12 +236,12 @@ def test_a_transfer_is_not_done_before_the_slower_domain_has_delivered(two: Pair
     two.sender.wait(TransferDone)
 
 
-def test_a_domain_that_stands_still_is_noticed_by_its_own_deadline(two: Pair) -> None:
-    two.sender.engine.set_faults([FaultRule("post", "hold", domain=0).native()])
-    send(two, list(range(16)), list(range(16)))
-    (failed,) = two.sender.wait(TransferFailed)
+def test_a_domain_that_stands_still_is_noticed_by_its_own_deadline(impatient: Pair) -> None:
+    impatient.sender.engine.set_faults([FaultRule("post", "hold", domain=0).native()])
+    send(impatient, list(range(16)), list(range(16)))
+    (failed,) = impatient.sender.wait(TransferFailed)
     assert failed.reason == "POST_TIMEOUT"
-    assert loads(two.sender, "writes")[0] == 0 < loads(two.sender, "writes")[1]
+    assert loads(impatient.sender, "writes")[0] == 0 < loads(impatient.sender, "writes")[1]
 
 
 def test_cancel_waits_for_both_domains(two: Pair) -> None:
