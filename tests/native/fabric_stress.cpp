@@ -187,7 +187,8 @@ class Lane {
         }
         const Ended ended = world_.sender.await_end(id);
         world_.ends.at(static_cast<size_t>(ended.how)).fetch_add(1, std::memory_order_relaxed);
-        if (ended.reason == "ENGINE_CLOSED") {
+        // The receiver's engine may be closed before the sender's: of the end of its thread this one would not know.
+        if (ended.reason == "ENGINE_CLOSED" || (world_.closing && ended.how != Ended::How::kDone)) {
             throw closed();
         }
         require(fenced || ended.how != Ended::How::kFailed || world_.closing,
