@@ -100,15 +100,15 @@ def _refuse_unknown_sections() -> None:
     """Variables of other sections than there are would be passed over. Those without "__" are none of ours, such as the
     BATON_GATEWAY_PORT that Kubernetes sets for a service of that name."""
     written = (name for name in os.environ if name.upper().startswith("BATON_") and "__" in name)
-    unknown = [name for name in written if name.upper()[6:].partition("__")[0].lower() not in Settings.model_fields]
-    if unknown:
-        sections = ", ".join(Settings.model_fields)
-        raise ConfigError(
-            [
-                ConfigProblem(name, f"there is no such section; there are {sections}", os.environ[name])
-                for name in unknown
-            ]
-        )
+    sections = {name: name.upper().removeprefix("BATON_").partition("__")[0].lower() for name in written}
+    problem = f"there is no such section; there are {', '.join(Settings.model_fields)}"
+    problems = [
+        ConfigProblem(name, problem, os.environ[name])
+        for name, section in sections.items()
+        if section not in Settings.model_fields
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _problem(item: ErrorDetails) -> ConfigProblem:

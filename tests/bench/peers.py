@@ -130,9 +130,9 @@ def coalesced(total: int) -> dict[str, Pages]:
 def over_tcp(report: Report, pythons: dict[str, Path], mib: int, pairs: int, rounds: int) -> None:
     measured = Rates()
     total = min(mib, MOST_MOONCAKE_MIB) * MIB
-    _take_turns_over_tcp(measured, pythons, total, apart(total), pairs, rounds)
+    _take_turns_over_tcp(measured, pythons, total, apart(total), pairs, rounds, both_ways=False)
     others = {peer: python for peer, python in pythons.items() if peer != "mooncake"}
-    _take_turns_over_tcp(measured, others, mib * MIB, coalesced(mib * MIB), pairs, rounds)
+    _take_turns_over_tcp(measured, others, mib * MIB, coalesced(mib * MIB), pairs, rounds, both_ways=True)
     for label, rates in measured.medians():
         if not label.endswith("coalesced"):
             if "nixl" in rates:
@@ -147,15 +147,23 @@ def over_tcp(report: Report, pythons: dict[str, Path], mib: int, pairs: int, rou
 
 
 def _take_turns_over_tcp(
-    measured: Rates, pythons: dict[str, Path], total: int, sizes: dict[str, Pages], pairs: int, rounds: int
+    measured: Rates,
+    pythons: dict[str, Path],
+    total: int,
+    sizes: dict[str, Pages],
+    pairs: int,
+    rounds: int,
+    *,
+    both_ways: bool,
 ) -> None:
+    """`both_ways`: an engine that spins and a bare loop that sleeps take part too."""
     for _ in range(pairs):
         with ExitStack() as stack:
             engine = stack.enter_context(closing(EnginePair("tcp", 2 * total)))
             bare = bare_pair(engine.provider, NODE, engine.window, engine.source, engine.destination)
             line = stack.enter_context(bare)
             movers: Movers = {"engine": engine.run, "bare": line_mover(line)}
-            if sizes.keys() == coalesced(total).keys():
+            if both_ways:
                 movers |= {"bare, sleeping": line_mover(line, wait=True), "spinning": spinning(2 * total)}
             for peer, python in pythons.items():
                 environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "MC_FORCE_TCP": "1", **QUIET}
